@@ -40,6 +40,7 @@ from paw.rollouts.engines.base import Closable, Engine
 from paw.rollouts.episode import find_agent
 from paw.rollouts.text.chat import Chat
 from paw.rundir.resume import recorded_dtype
+from paw.types import Ids, as_ids
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Parts:
     engine: Engine
     learners: list[Learner]
     packing: Packing
-    encode_observation: Callable[[str], list[int]]
+    encode_observation: Callable[[str], Ids]
     path: str
     """The model's folder on this machine, or its Hugging Face name."""
     info: dict[str, Any]
@@ -240,10 +241,10 @@ def build(
     )
 
 
-def _observation_encoder(chat: Chat, max_tokens: int) -> Callable[[str], list[int]]:
+def _observation_encoder(chat: Chat, max_tokens: int) -> Callable[[str], Ids]:
     @lru_cache(65536)  # environments repeat themselves
-    def encode(text: str) -> list[int]:
-        return chat.observation_ids(text, max_tokens)
+    def encode(text: str) -> Ids:
+        return as_ids(chat.observation_ids(text, max_tokens))
 
     return encode
 

@@ -5,26 +5,28 @@ its gradient are those of the whole mini-batch, however it is cut into micro-bat
 these are shared among ranks.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from paw.algo import loss as losses
 from paw.algo.loss import JointLoss, TokenBatch, TokenLossFunction, traits_of
 from paw.algo.samples import Batch, micro_batches
-from paw.algo.token_sums import add, token_metrics, token_sums
+from paw.algo.token_sums import RunningSums, add, token_metrics, token_sums
 from paw.config import plugins
 from paw.config.sections import Config
 from paw.distributed.ranks import Ranks, full_tensor
 from paw.model.optim import learning_rate, set_learning_rate
 from paw.rollouts.episode import bind
-from paw.rollouts.sync import sampled_by, sampler_mismatch
+from paw.rollouts.sync import SampledBy, sampled_by, sampler_mismatch
 from paw.run import Run
-from paw.types import Sample
+from paw.types import Sample, no_values
 from paw_kernels import TokenLoss
 
 
@@ -106,18 +108,25 @@ class PolicyUpdate:
         self.run = run
         self.objective = objective
         self.update_samples = update_samples
-        self.totals: dict[str, float] = {}
-        """This rank's sums over tokens so far."""
+        self.sums = RunningSums()
+        """This rank's sums over tokens so far, on the device."""
+        self.row_tokens = 0
+        """Tokens of this rank's sequences so far, whether computed or shared."""
+        self.shared_tokens = 0
+        """Those that were not computed, because another sequence has them."""
         self.steps = 0
         self.grad_norms: list[float] = []
         """Norms of the steps taken, before clipping."""
         self.sampler_metrics: dict[str, float] = {}
         self.sampler_is_checked = "health/sampler_mismatch" in run.metrics
 
-    def accumulate_gradients(self, minibatch: list[Sample]) -> float:
+    def accumulate_gradients(self, minibatch: list[Sample]) -> Tensor:
         """Add up the mini-batch's gradient over micro-batches and ranks.
 
-        Returns this rank's part of the mini-batch's loss.
+        Returns this rank's part of the mini-batch's loss, float64 on the device. The loop reads
+        nothing from the device, except what the head needs (docs/kernels.md), and that the first
+        micro-batch of an update may be compared with the sampler. So the host prepares the next
+        micro-batch while the device computes.
         """
         config = self.run.config
         ranks = self.run.ranks
@@ -129,16 +138,19 @@ class PolicyUpdate:
             device=policy.device,
             skip=partial(has_no_gradient, config, self.objective),
         )
-        loss = 0.0
-        for batch in batches:
-            is_last = batch is batches[-1]
+        loss = torch.zeros((), dtype=torch.float64, device=policy.device)
+        for number, batch in enumerate(batches, 1):
+            is_last = number == len(batches)
             ranks.sync_gradients(policy, config.optim.grad_sync == "each" or is_last)
             loss += self._backward(batch, minibatch)
         ranks.average_gradients(policy)
         return loss
 
-    def _backward(self, batch: Batch, minibatch: list[Sample]) -> float:
-        """Run a micro-batch forward and backward. Returns its part of the mini-batch's loss."""
+    def _backward(self, batch: Batch, minibatch: list[Sample]) -> Tensor:
+        """Run a micro-batch forward and backward.
+
+        Returns its part of the mini-batch's loss, float64 on the device.
+        """
         run = self.run
         world_size = run.ranks.world_size
         tokens = losses.token_batch(
@@ -172,35 +184,40 @@ class PolicyUpdate:
         sums = token_sums(
             unscaled_out,
             tokens,
+            batch,
             policy=self.objective.policy,
             wm=self.objective.wm,
             tis_cap=self.objective.tis_cap,
             ratio_bounds=self.objective.ratio_bounds,
         )
-        if run.packing.share_prefixes != "never":
-            sums["shared_tokens"] = batch.shared_tokens
-            sums["row_tokens"] = batch.shared_tokens + len(batch.input_ids)
-        add(self.totals, sums)
-        return float(out.loss.detach()) / world_size
+        self.sums.add(sums)
+        self.shared_tokens += batch.shared_tokens
+        self.row_tokens += batch.shared_tokens + len(batch.input_ids)
+        return out.loss.detach().double() / world_size
 
-    def optimizer_step(self, loss: float) -> None:
+    def optimizer_step(self, loss: Tensor) -> None:
         """Take a step if the gradients and the loss are finite.
 
-        `loss` is this rank's part of the mini-batch's loss.
+        `loss` is this rank's part of the mini-batch's loss. It is read from the device together
+        with the norm of the gradients.
         """
         run = self.run
         self.steps += 1
         clipped = clip_grad_norm_(run.policy.parameters(), run.config.optim.grad_clip)
-        grad_norm = float(full_tensor(clipped))
-        if run.guard.allows(loss=sum(run.ranks.gather(loss)), grad_norm=grad_norm):
+        own_loss, grad_norm = torch.stack([loss, full_tensor(clipped).to(loss)]).tolist()
+        if run.guard.allows(loss=sum(run.ranks.gather(own_loss)), grad_norm=grad_norm):
             run.optimizer.step()
             self.grad_norms.append(grad_norm)
         run.optimizer.zero_grad(set_to_none=True)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the update over all ranks. A collective call."""
+        own_totals = self.sums.read()
+        if self.run.packing.share_prefixes != "never":
+            own_totals["shared_tokens"] = self.shared_tokens
+            own_totals["row_tokens"] = self.row_tokens
         totals: dict[str, float] = {}
-        for rank_totals in self.run.ranks.gather(self.totals, dict[str, float]):
+        for rank_totals in self.run.ranks.gather(own_totals, dict[str, float]):
             add(totals, rank_totals)
 
         metrics = token_metrics(totals, steps=self.steps)
@@ -217,7 +234,7 @@ def has_no_gradient(config: Config, objective: Objective, sample: Sample) -> boo
         return False
     if not traits_of(objective.policy).zero_without_advantage:
         return False
-    return not any(sample.advantages) and not sample.wm_weight
+    return not sample.advantages.any() and not sample.wm_weight
 
 
 def compare_sampler(
@@ -231,34 +248,43 @@ def compare_sampler(
     reported entropies, they are compared too.
     """
     is_response = ~tokens.observation
-    servers: list[str | None] = []
-    for sample_servers in sampled_by(samples, version):
-        servers += sample_servers
-    sampled_entropy: list[float] = []
-    for sample in samples:
-        sampled_entropy += sample.sampled_entropy or []
-    entropy = out.entropy[is_response].tolist()
-    if len(sampled_entropy) != len(servers):  # the engine does not report all of them
-        sampled_entropy = []
-        entropy = []
+    sampled_entropies = [
+        sample.sampled_entropy for sample in samples if sample.sampled_entropy is not None
+    ]
+    entropy = no_values()
+    if len(sampled_entropies) == len(samples):
+        entropy = out.entropy[is_response].numpy(force=True)
+    else:  # the engine does not report all of them
+        sampled_entropies = []
 
     rank_rows = ranks.gather_rows(
         [
-            out.logp[is_response].tolist(),
-            tokens.sampled_logp[is_response].tolist(),
+            out.logp[is_response].numpy(force=True),
+            tokens.sampled_logp[is_response].numpy(force=True),
             entropy,
-            sampled_entropy,
+            np.concatenate([no_values(), *sampled_entropies]),
         ],
         float,
     )
-    rank_servers = ranks.gather(servers)
+    own_origins = sampled_by(samples, version)
+    rank_servers = ranks.gather(own_origins.servers, list[str])
+    rank_indices = ranks.gather_rows([own_origins.index], int)
 
     # From here on, all ranks have the same numbers and raise the same errors.
-    trainer_logp, sampled_logp, trainer_entropies, sampled_entropies = zip(*rank_rows, strict=True)
-    if not all(math.isfinite(logp) for row in trainer_logp for logp in row):
-        return {}
-    entropy_servers = [
-        rank_servers[rank] if row else [] for rank, row in enumerate(trainer_entropies)
+    rank_origins = [
+        SampledBy(servers, index)
+        for servers, (index,) in zip(rank_servers, rank_indices, strict=True)
     ]
-    sampler_mismatch(trainer_entropies, sampled_entropies, entropy_servers, what="entropies")
-    return sampler_mismatch(trainer_logp, sampled_logp, rank_servers)
+    trainer_logp, sampled_logp, trainer_entropy, sampled_entropy = (
+        np.concatenate(of_ranks) for of_ranks in zip(*rank_rows, strict=True)
+    )
+    if not np.isfinite(trainer_logp).all():
+        return {}
+    entropy_origins: list[SampledBy] = []  # of the ranks whose engine reports entropies
+    for origins, rows in zip(rank_origins, rank_rows, strict=True):
+        if len(rows[2]):
+            entropy_origins.append(origins)
+    sampler_mismatch(
+        trainer_entropy, sampled_entropy, SampledBy.of_all(entropy_origins), what="entropies"
+    )
+    return sampler_mismatch(trainer_logp, sampled_logp, SampledBy.of_all(rank_origins))

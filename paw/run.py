@@ -65,7 +65,7 @@ from paw.rundir.resume import changes
 from paw.rundir.run_lock import take_run_directory
 from paw.rundir.shared import check_shared
 from paw.rundir.signals import StopSignal
-from paw.types import Sample
+from paw.types import Sample, Values
 
 STARTING_OVER = -1
 """The step of a resumed run that has no checkpoint yet: its logs start afresh."""
@@ -160,7 +160,7 @@ class Run(Parts, RunProgress):
         """Whether any rank was told to stop. Signals reach ranks at different moments."""
         return any(self.ranks.gather(self.signal.requested))
 
-    def log_probs(self, model: Policy, samples: list[Sample]) -> list[tuple[list[float], float]]:
+    def log_probs(self, model: Policy, samples: list[Sample]) -> list[tuple[Values, float]]:
         """Return (log-probs, mean entropy) of every sample, see `algo.loss.log_probs`.
 
         The ranks share the batches, and each gets the results of all.

@@ -15,6 +15,8 @@ from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
+
 from paw import hooks
 from paw.algo.advantages import check_advantages, drop_penalty_only
 from paw.algo.samples import to_samples
@@ -156,9 +158,9 @@ def prepare(run: Run, groups: list[Group]) -> list[Sample]:
         invalid_penalty=run.factory.invalid_penalty,
     )
     if config.rollout.ahead:
-        ages = [run.step - version for sample in samples for version in sample.versions]
-        run.metrics["staleness/mean"] = fmean(ages)
-        run.metrics["staleness/max"] = max(ages)
+        ages = run.step - np.concatenate([sample.versions for sample in samples])
+        run.metrics["staleness/mean"] = float(ages.mean())
+        run.metrics["staleness/max"] = int(ages.max())
 
     compute_advantages(run, samples)
     compute_log_probs(run, samples)
@@ -199,19 +201,17 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
     if pass_needed:
         scored = run.log_probs(run.policy, samples)
     else:
-        scored = [
-            (sample.sampled_logp, fmean(sample.sampled_entropy or [0.0])) for sample in samples
-        ]
+        scored = [(sample.sampled_logp, _mean_sampled_entropy(sample)) for sample in samples]
     for logp, entropy in scored:
-        if not all(math.isfinite(value) for value in (*logp, entropy)):
+        if not (np.isfinite(logp).all() and math.isfinite(entropy)):
             raise TrainingStopped(
                 f"stopped at update {run.step + 1}: the policy's log-probs are not finite, so its "
                 "weights have diverged; resume an earlier checkpoint with a lower optim.lr"
             )
     if pass_needed:
         mismatch = sampler_mismatch(
-            [logp for logp, _ in scored],
-            [sample.sampled_logp for sample in samples],
+            np.concatenate([logp for logp, _ in scored]),
+            np.concatenate([sample.sampled_logp for sample in samples]),
             sampled_by(samples, run.step),
         )
         run.metrics.update(mismatch)
@@ -220,7 +220,15 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
         sample.old_logp = sample.sampled_logp if from_engine else logp
         sample.entropy = entropy
         if sampled_entropy:  # the paper's printed form: -q log q of the sampled token
-            sample.entropy = fmean(-math.exp(value) * value for value in sample.sampled_logp)
+            logps = sample.sampled_logp.tolist()
+            sample.entropy = fmean(-math.exp(value) * value for value in logps)
+
+
+def _mean_sampled_entropy(sample: Sample) -> float:
+    """Return the mean of the entropies that the engine reported; 0 if it reported none."""
+    if sample.sampled_entropy is None:
+        return 0.0
+    return fmean(sample.sampled_entropy.tolist())
 
 
 def compute_reference_log_probs(run: Run, samples: list[Sample]) -> None:

@@ -5,9 +5,13 @@ D hidden size.
 """
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic_core import core_schema
 
 
 @dataclass(frozen=True)
@@ -118,16 +122,108 @@ class Outcome:
     is all of them together."""
 
 
-@dataclass
-class Turn:
+def as_ids(numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return integers (token ids, versions) as [n] int32.
+
+    Raises TypeError for other numbers, and OverflowError for integers beyond int32.
+    """
+    if isinstance(numbers, np.ndarray):
+        if numbers.dtype == np.int32:
+            return numbers
+        numbers = numbers.tolist()
+    return np.array(array("i", numbers))  # much faster than from a list, and never rounds
+
+
+def as_values(numbers: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return real numbers (log-probs, entropies) as [n] float64. Float32 arrays stay as they are.
+
+    Raises TypeError for anything that is not a number.
+    """
+    if isinstance(numbers, np.ndarray):
+        if numbers.dtype in (np.float32, np.float64):
+            return numbers
+        numbers = numbers.tolist()
+    return np.array(array("d", numbers))
+
+
+class _AsList:
+    """Lets pydantic write an array as a list of numbers, and read it back."""
+
+    def __init__(self, items: core_schema.CoreSchema, make_array: Any) -> None:
+        self._items = items
+        self._make_array = make_array
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(
+            self._make_array,
+            core_schema.list_schema(self._items),
+            serialization=core_schema.plain_serializer_function_ser_schema(np.ndarray.tolist),
+        )
+
+
+Ids = Annotated[np.ndarray, _AsList(core_schema.int_schema(), as_ids)]
+"""Token ids or versions, [n] int32."""
+Values = Annotated[np.ndarray, _AsList(core_schema.float_schema(), as_values)]
+"""A number of each token, [n] float64, or float32 if a model's pass of the trainer made it."""
+
+
+def no_ids() -> Ids:
+    return np.empty(0, np.int32)
+
+
+def no_values() -> Values:
+    return np.empty(0)
+
+
+class WithArrays:
+    """A record whose numbers of tokens are arrays. Lists that are assigned become arrays.
+
+    Raises TypeError for a list of wrong numbers.
+    """
+
+    IDS: ClassVar[tuple[str, ...]]
+    """Fields of integers."""
+    VALUES: ClassVar[tuple[str, ...]]
+    """Fields of real numbers."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is not None and (name in self.IDS or name in self.VALUES):
+            convert = as_ids if name in self.IDS else as_values
+            try:
+                value = convert(value)
+            except (TypeError, OverflowError) as error:
+                raise TypeError(f"numbers of the wrong kind in {name} ({error})") from None
+        object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        for each in fields(self):  # type: ignore[arg-type]
+            mine = getattr(self, each.name)
+            theirs = getattr(other, each.name)
+            if isinstance(mine, np.ndarray) or isinstance(theirs, np.ndarray):
+                if mine is None or theirs is None or not np.array_equal(mine, theirs):
+                    return False
+            elif mine != theirs:
+                return False
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(eq=False)
+class Turn(WithArrays):
     """One prompt, one sampled response and the environment's answer. Makes one training sample."""
 
-    prompt_ids: list[int]
-    response_ids: list[int]
+    IDS = ("prompt_ids", "response_ids", "versions", "observation_ids", "separator_ids")
+    VALUES = ("sampled_logp", "entropy")
+
+    prompt_ids: Ids
+    response_ids: Ids
     """As sampled, up to and including the end token. Never re-encoded."""
-    sampled_logp: list[float]
+    sampled_logp: Values
     """Log-probability of each response token under the sampler, at its temperature."""
-    entropy: list[float] | None
+    entropy: Values | None
     """Entropy of the sampler's distribution at each response token, nats; None if the engine does
     not compute it (vLLM)."""
     prompt: str
@@ -141,9 +237,9 @@ class Turn:
 
     If it changed within the response, this is the oldest one.
     """
-    versions: list[int] | None = None
+    versions: Ids | None = None
     """Weight version of each response token, if it changed within the response."""
-    observation_ids: list[int] | None = None
+    observation_ids: Ids | None = None
     """Token ids of the outcome's observation, if known. They are known if it has several results,
     or if the rank that played the turn has encoded it."""
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -151,7 +247,7 @@ class Turn:
     the rest."""
     server: str = ""
     """URL of the server that sampled it; "" without servers."""
-    separator_ids: list[int] | None = None
+    separator_ids: Ids | None = None
     """Token ids between the response and the observation, if they are not just the opening of a
     user message. They may be the opening of a tool's result, or start with the end token that a cut
     response lacks."""
@@ -199,8 +295,8 @@ class Group:
     """The index of the task among the tasks of the update."""
 
 
-@dataclass
-class Sample:
+@dataclass(eq=False)
+class Sample(WithArrays):
     """One turn as the learner sees it: prompt h_t, response a_t, separator, observation o_{t+1}.
 
     Example, with made-up ids: prompt [1, 5, 6], response [7, 2], separator [1], observation [8, 9]
@@ -208,21 +304,32 @@ class Sample:
     other tokens have none.
     """
 
+    IDS = ("prompt_ids", "response_ids", "separator_ids", "observation_ids", "versions")
+    VALUES = (
+        "sampled_logp",
+        "sampled_entropy",
+        "token_advantage",
+        "values",
+        "returns",
+        "old_logp",
+        "ref_logp",
+    )
+
     group: int
     trajectory: int
     """Index over all trajectories of the update."""
     step: int
-    prompt_ids: list[int]
-    response_ids: list[int]
-    separator_ids: list[int] = field(default_factory=list)
+    prompt_ids: Ids
+    response_ids: Ids
+    separator_ids: Ids = field(default_factory=no_ids)
     """The end token that a cut response lacks, then the template's separator; never in the loss."""
-    observation_ids: list[int] = field(default_factory=list)
+    observation_ids: Ids = field(default_factory=no_ids)
     spans: list[tuple[int, int]] = field(default_factory=list)
     """[start, end) of the `observation_ids` that are targets, if not all are. That is so for the
     results of several calls."""
-    sampled_logp: list[float] = field(default_factory=list)
-    sampled_entropy: list[float] | None = None
-    versions: list[int] = field(default_factory=list)
+    sampled_logp: Values = field(default_factory=no_values)
+    sampled_entropy: Values | None = None
+    versions: Ids = field(default_factory=no_ids)
     """Weight version that each response token was sampled from."""
     server: str = ""
     """URL of the server that sampled the response; "" without servers."""
@@ -237,15 +344,15 @@ class Sample:
     fit in one sequence."""
     advantage: float = 0.0
     """One scalar per sample, broadcast to its response tokens."""
-    token_advantage: list[float] | None = None
+    token_advantage: Values | None = None
     """PPO: the advantage of each response token, which replaces `advantage`."""
-    values: list[float] = field(default_factory=list)
+    values: Values = field(default_factory=no_values)
     """PPO: the critic's value before each response token, when the sample was played."""
-    returns: list[float] = field(default_factory=list)
+    returns: Values = field(default_factory=no_values)
     """PPO: the value that the critic learns to predict before each response token."""
-    old_logp: list[float] = field(default_factory=list)
+    old_logp: Values = field(default_factory=no_values)
     """log pi_old of each response token, from the scoring pass or the engine."""
-    ref_logp: list[float] | None = None
+    ref_logp: Values | None = None
     """log pi_ref of each response token, when kl_coef > 0."""
     entropy: float = 0.0
     """Action entropy H: mean over the response tokens, nats (selection, PaW Eq. (8))."""
@@ -256,12 +363,14 @@ class Sample:
     """lambda_g / (G |S_g|) for a selected sample with a target, else 0 (PaW Eq. (11))."""
 
     @property
-    def targets(self) -> list[tuple[int, list[int]]]:
+    def targets(self) -> list[tuple[int, Ids]]:
         """Return (index in `observation_ids`, ids) of each part that is a world-model target."""
         spans = self.spans or [(0, len(self.observation_ids))]
         return [(start, self.observation_ids[start:end]) for start, end in spans]
 
     @property
-    def advantages(self) -> list[float]:
+    def advantages(self) -> Values:
         """The advantage of each response token."""
-        return self.token_advantage or [self.advantage] * len(self.response_ids)
+        if self.token_advantage is None:
+            return np.full(len(self.response_ids), self.advantage)
+        return self.token_advantage

@@ -217,11 +217,11 @@ def difference(first: list[Group], other: list[Group]) -> dict[str, float]:
     same_turns = 0
     logp_difference = 0.0
     for turn, other_turn in zip(turns_of(first), turns_of(other), strict=True):
-        if turn.response_ids != other_turn.response_ids:
+        if not np.array_equal(turn.response_ids, other_turn.response_ids):
             continue
         same_turns += 1
-        for logp, other_logp in zip(turn.sampled_logp, other_turn.sampled_logp, strict=True):
-            logp_difference = max(logp_difference, abs(logp - other_logp))
+        largest = float(np.abs(turn.sampled_logp - other_turn.sampled_logp).max())
+        logp_difference = max(logp_difference, largest)
     return {"same_turns": same_turns, "logp_difference": logp_difference}
 
 

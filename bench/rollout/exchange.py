@@ -29,7 +29,7 @@ from bench.common import RESULTS, cpu_name, write
 from paw.build import join_ranks
 from paw.rollouts.base import RolloutResult, RolloutStats
 from paw.rollouts.exchange import exchange
-from paw.types import Group, Outcome, Task, Trajectory, Turn
+from paw.types import Group, Outcome, Task, Trajectory, Turn, as_ids
 
 RANKS = 2
 MEMBERS = 8
@@ -88,7 +88,7 @@ def measure(way: str, tokens: int) -> None:
 
     del played
     gc.collect()
-    assert turns_of(parts[ranks.rank])[-1].sampled_logp == last_logp
+    assert (turns_of(parts[ranks.rank])[-1].sampled_logp == last_logp).all()
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     row = {
         "way": way,
@@ -118,10 +118,10 @@ def episodes(tasks: list[Task], seed: int) -> list[Group]:
         observation = length(OBSERVATION)
         logp, entropy = -rng.exponential(size=(2, response)).astype(np.float32)
         return Turn(
-            prompt_ids=rng.integers(150_000, size=prompt).tolist(),
-            response_ids=rng.integers(150_000, size=response).tolist(),
-            sampled_logp=logp.tolist(),
-            entropy=(-entropy).tolist(),
+            prompt_ids=as_ids(rng.integers(150_000, size=prompt)),
+            response_ids=as_ids(rng.integers(150_000, size=response)),
+            sampled_logp=logp,
+            entropy=-entropy,
             prompt="look " * (4 * prompt // 5),
             response="look " * (4 * response // 5),
             outcome=Outcome("look " * (4 * observation // 5), 0.0, done=False, won=False),

@@ -16,6 +16,8 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from paw.algo import advantages
 from paw.algo.loss import log_probs
 from paw.types import Sample
@@ -55,13 +57,13 @@ def grpo(
 def mean_probabilities(run: Any, samples: Sequence[Sample]) -> dict[int, float]:
     """By trajectory: the mean probability of its observation tokens; the last turn has none as a
     target."""
-    predictions = [as_response(sample) for sample in samples if sample.observation_ids]
+    predictions = [as_response(sample) for sample in samples if len(sample.observation_ids)]
     rated = log_probs(run.policy, predictions, run.packing, temperature=1.0)
 
     probabilities: dict[int, list[float]] = {sample.trajectory: [] for sample in samples}
     for i, (logp, _) in rated.items():
         trajectory = predictions[i].trajectory
-        probabilities[trajectory] += [math.exp(value) for value in logp]
+        probabilities[trajectory] += [math.exp(value) for value in logp.tolist()]
     return {
         trajectory: fmean(values) if values else 0.0 for trajectory, values in probabilities.items()
     }
@@ -72,7 +74,7 @@ def as_response(sample: Sample) -> Sample:
     observations."""
     return replace(
         sample,
-        prompt_ids=sample.prompt_ids + sample.response_ids + sample.separator_ids,
+        prompt_ids=np.concatenate([sample.prompt_ids, sample.response_ids, sample.separator_ids]),
         response_ids=sample.observation_ids,
         continues=False,
     )

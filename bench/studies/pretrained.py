@@ -153,7 +153,7 @@ def choose_turns(
     for sample, turn in zip(samples, turns, strict=True):
         length = last_step[sample.trajectory] + 1
         steps = {length * k // TURNS for k in range(TURNS)}
-        if sample.step not in steps or not sample.observation_ids:
+        if sample.step not in steps or not len(sample.observation_ids):
             continue
         observation = turn.outcome.observation
         token_spans = chat.observation_spans(observation, max_tokens)

@@ -233,10 +233,10 @@ def trl_batch(
 
     `total`: response tokens of the update. `padded(rows, side)` makes a tensor of rows.
     """
-    prompts = [episode[0].prompt_ids for episode in part]
+    prompts = [episode[0].prompt_ids.tolist() for episode in part]
     completions = []
     for episode, prompt in zip(part, prompts, strict=True):
-        row = episode[-1].prompt_ids + episode[-1].response_ids
+        row = [*episode[-1].prompt_ids, *episode[-1].response_ids]
         completions.append(row[len(prompt) :])
     prompt_ids = padded(prompts, "left")
     advantages = [episode[0].advantage for episode in part]

@@ -140,7 +140,7 @@ def play(chat: Chat, name: str, style: str) -> list[Any]:
         invalid_penalty=0.0,
     )
     for sample in samples:
-        sample.wm_weight = float(bool(sample.observation_ids))
+        sample.wm_weight = float(bool(len(sample.observation_ids)))
     return samples
 
 
@@ -164,7 +164,7 @@ def added(samples: list[Any]) -> float:
     with_paw = tokens(samples, with_observation=True)
 
     for sample in samples:
-        sample.wm_weight = float(bool(sample.observation_ids))
+        sample.wm_weight = float(bool(len(sample.observation_ids)))
     return round(100 * (with_paw / without - 1), 2)
 
 

@@ -3,21 +3,23 @@
     python bench/trainer/host_part.py       renews bench/results/host_part_cpu.csv
 
 One rank, 128 episodes of 39 turns, ALFWorld's sizes: prompts of 1,000 tokens, responses of 150,
-observations of 50. The model's passes are left out: log-probs and entropies are drawn. Prompts are
-of random tokens, so that nothing is shared; in a second case all
-prompts of a group begin with the same 400 tokens.
+observations of 50. Included is what a turn costs when it is complete: its lists of tokens and
+numbers become arrays. The model's passes are left out: log-probs and entropies are drawn. Prompts
+are of random tokens, so that nothing is shared; in a second case all prompts of a group begin with
+the same 400 tokens.
 """
 
 import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -32,7 +34,7 @@ from paw.algo.world_model import select
 from paw.model.attention import pack_rows, pack_tree
 from paw.rollouts.sync import sampled_by, sampler_mismatch
 from paw.rundir.record import code_commit
-from paw.types import Group, Outcome, Sample, Task, Trajectory, Turn
+from paw.types import Group, Outcome, Sample, Task, Trajectory, Turn, Values
 from paw_kernels import TokenLoss
 
 GROUPS = 16
@@ -58,7 +60,7 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
 
 
-def make_groups(draw: random.Random, shared: int) -> list[Group]:
+def make_groups(draw: random.Random, shared: int, clock: Clock) -> list[Group]:
     """Groups of random tokens; the prompts of a group begin with `shared` tokens of its own."""
     pool = [draw.randrange(150_000) for _ in range(200_000)]
 
@@ -76,20 +78,23 @@ def make_groups(draw: random.Random, shared: int) -> list[Group]:
             for step in range(TURNS):
                 is_last = step == TURNS - 1
                 won = is_last and member % 2 == 1
-                turns.append(
-                    Turn(
-                        prompt_ids=beginning + ids(PROMPT - shared),
-                        response_ids=ids(RESPONSE),
-                        sampled_logp=[-0.5 - 0.001 * i for i in range(RESPONSE)],
+                parts: dict[str, Any] = {
+                    "prompt_ids": beginning + ids(PROMPT - shared),
+                    "response_ids": ids(RESPONSE),
+                    "sampled_logp": [-0.5 - 0.001 * i for i in range(RESPONSE)],
+                    "observation_ids": ids(OBSERVATION),
+                }
+                with clock.part("arrays of turns"):
+                    turn = Turn(
+                        **parts,
                         entropy=None,
                         prompt="",
                         response="",
                         outcome=Outcome("x", 10.0 * won, done=is_last, won=won),
                         anchor=f"anchor {step % 7}",
                         version=0,
-                        observation_ids=ids(OBSERVATION),
                     )
-                )
+                turns.append(turn)
             trajectories.append(Trajectory(task, member, turns))
         groups.append(Group(task, trajectories, number))
     return groups
@@ -108,7 +113,7 @@ def update(groups: list[Group], packing: Packing, clock: Clock) -> dict[str, int
     policy = score(samples, packing, clock)
     reference = score(samples, packing, clock)
     with clock.part("comparing with the sampler"):
-        sampled = [sample.sampled_logp for sample in samples]
+        sampled = np.concatenate([sample.sampled_logp for sample in samples])
         sampler_mismatch(sampled, sampled, sampled_by(samples, 0))
     for sample, (logp, entropy), (ref_logp, _) in zip(samples, policy, reference, strict=True):
         sample.old_logp = logp
@@ -127,7 +132,7 @@ def update(groups: list[Group], packing: Packing, clock: Clock) -> dict[str, int
     for minibatch in parts:
         with clock.part("micro-batches"):
             batches = micro_batches(minibatch, packing, with_observation=True, device=CPU)
-        for batch in batches:
+        for batch in made(batches, clock):
             optimize(batch, minibatch, len(samples), clock)
             counts["computed"] += len(batch.input_ids)
             counts["tokens"] += len(batch.input_ids) + batch.shared_tokens
@@ -135,12 +140,12 @@ def update(groups: list[Group], packing: Packing, clock: Clock) -> dict[str, int
     return counts
 
 
-def score(samples: list[Sample], packing: Packing, clock: Clock) -> list[tuple[list[float], float]]:
+def score(samples: list[Sample], packing: Packing, clock: Clock) -> list[tuple[Values, float]]:
     """What a log-prob pass does beside the model."""
-    scored: dict[int, tuple[list[float], float]] = {}
+    scored: dict[int, tuple[Values, float]] = {}
     with clock.part("micro-batches"):
         batches = micro_batches(samples, packing, with_observation=False, device=CPU)
-    for batch in batches:
+    for batch in made(batches, clock):
         bounds(batch, clock)
         logp_N = -torch.rand(len(batch.target))
         entropy_N = torch.rand(len(batch.target))
@@ -150,7 +155,7 @@ def score(samples: list[Sample], packing: Packing, clock: Clock) -> list[tuple[l
             entropies = torch.segment_reduce(
                 entropy_N.double(), "mean", offsets=offsets, initial=0, unsafe=True
             )
-            logp = logp_N.tolist()
+            logp = logp_N.cpu().numpy()
             of_samples = zip(batch.indices, pairwise(ends), entropies.float().tolist(), strict=True)
             for i, (start, end), entropy in of_samples:
                 scored[i] = (logp[start:end], entropy)
@@ -171,7 +176,18 @@ def optimize(batch: Batch, minibatch: list[Sample], update_samples: int, clock: 
         torch.ones(n, dtype=torch.bool),
     )
     with clock.part("metrics"):
-        token_sums(out, tokens, policy=losses.ppo, wm=losses.cmae)
+        token_sums(out, tokens, batch, policy=losses.ppo, wm=losses.cmae)
+
+
+def made(batches: Iterable[Batch], clock: Clock) -> Iterator[Batch]:
+    """The batches, which are made when the loop asks for them."""
+    iterator = iter(batches)
+    while True:
+        with clock.part("micro-batches"):
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def bounds(batch: Batch, clock: Clock) -> None:
@@ -194,7 +210,7 @@ def main() -> None:
     for repeat in range(options.repeats):
         for shared in (0, 400):
             clock = Clock()
-            groups = make_groups(random.Random(0), shared)
+            groups = make_groups(random.Random(0), shared, clock)
             packing = Packing(budget=BUDGET, quadratic=1e-5, share_prefixes="auto")
             counts = update(groups, packing, clock)
             cpu_s = sum(clock.seconds.values())

@@ -112,7 +112,7 @@ class Watch:
 
     def _count(self, sample: Sample, masked: bool) -> None:
         """Counts a selected sample whose observation is masked in every token, or is not."""
-        observation = tuple(sample.observation_ids)
+        observation = tuple(sample.observation_ids.tolist())
         ruled = all(self._previous.get(observation, [False]))
         self._counts["selected"] += 1
         self._counts["masked"] += masked
@@ -120,7 +120,7 @@ class Watch:
         self._counts["wrong"] += ruled and not masked
         if ruled:
             skipped = len(sample.separator_ids) + len(observation)
-            if not any(sample.advantages):
+            if not sample.advantages.any():
                 skipped += len(sample.prompt_ids) + len(sample.response_ids)
             self._counts["skipped"] += skipped
         self._current.setdefault(observation, []).append(masked)

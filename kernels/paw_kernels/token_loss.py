@@ -250,7 +250,7 @@ def _backward(ctx: Any, factor: Tensor, *_: Any) -> tuple[Any, ...]:
         )
     keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
     traced = type(factor) is not Tensor  # a fake or functional tensor has no value to read
-    scaled = keep_graph or traced or factor != 1
+    scaled = keep_graph or traced or bool(factor != 1)  # one read, not one for each gradient
 
     gradients = []
     for gradient, wanted in zip(ctx.gradients, ctx.wants, strict=True):

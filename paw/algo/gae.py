@@ -3,8 +3,11 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from paw.config.traits import estimator
 from paw.config.values import Share
+from paw.types import Values, no_values
 
 
 @estimator(needs="critic")
@@ -34,17 +37,14 @@ def gae(
     return advantages
 
 
-def whiten(advantages: Sequence[Sequence[float]], *, eps: float = 1e-8) -> list[list[float]]:
+def whiten(advantages: Sequence[Values], *, eps: float = 1e-8) -> list[Values]:
     """Return (A - mean) / sqrt(var + eps) over all tokens of all samples, var unbiased.
 
-    A single token gets 0.
+    Each array has the advantages of a sample's tokens. A single token gets 0.
     """
-    flat = [value for sample in advantages for value in sample]
-    mean = math.fsum(flat) / max(1, len(flat))
-    variance = math.fsum((value - mean) ** 2 for value in flat) / max(1, len(flat) - 1)
+    flat = np.concatenate([no_values(), *advantages])
+    mean = math.fsum(flat.tolist()) / max(1, len(flat))
+    squares = (flat - mean) ** 2
+    variance = math.fsum(squares.tolist()) / max(1, len(flat) - 1)
     scale = math.sqrt(variance + eps)
-
-    whitened: list[list[float]] = []
-    for sample in advantages:
-        whitened.append([(value - mean) / scale for value in sample])
-    return whitened
+    return [(row - mean) / scale for row in advantages]

@@ -33,11 +33,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paw.algo.device import to_device
 from paw.algo.packing import Packing
 from paw.algo.samples import Batch, micro_batches
 from paw.config.values import NonNegative, Share
 from paw.errors import UserError, short_repr
-from paw.types import Sample
+from paw.types import Sample, Values, no_values
 from paw_kernels import Loss, TokenLoss, TokenStats, token_loss, token_stats
 
 T = TypeVar("T")
@@ -351,31 +352,27 @@ def token_batch(
         lengths += [len(sample.response_ids), count]
     token_counts = np.asarray(lengths, np.int64)
     tokens_of_sample = token_counts.reshape(-1, 2).sum(1)
-    sample_index = np.repeat(np.arange(len(samples)), tokens_of_sample)
+    is_response = np.repeat(np.arange(len(token_counts)) % 2 == 0, token_counts)
 
-    device = batch.target.device
-
-    def float32(values: Sequence[float] | np.ndarray) -> Tensor:
-        return torch.from_numpy(np.asarray(values, np.float32)).to(device)
-
-    def of_responses(rows: Iterable[list[float]]) -> Tensor:
+    def of_responses(rows: Iterable[Values]) -> np.ndarray:
         """Return [N]: each sample's row of values on response tokens, 0 on observation tokens."""
-        values: list[float] = []
-        for row, count in zip(rows, target_counts, strict=True):
-            values += row
-            values += [0.0] * count
-        return float32(values)
+        values = np.zeros(len(is_response), np.float32)
+        values[is_response] = np.concatenate([no_values(), *rows])
+        return values
 
-    return TokenBatch(
-        weight=float32(np.repeat(weights, token_counts)),
-        observation=batch.observation,
-        advantage=of_responses(sample.advantages for sample in samples),
-        old_logp=of_responses(sample.old_logp for sample in samples),
-        sampled_logp=of_responses(sample.sampled_logp for sample in samples),
-        ref_logp=of_responses(map(_ref_logp, samples)) if reference else None,
-        sampler_gap=of_responses(map(_gaps, samples)) if ratio_level == "response" else None,
-        sample=torch.from_numpy(sample_index).to(device),
-    )
+    columns = {
+        "weight": np.repeat(np.asarray(weights), token_counts).astype(np.float32),
+        "advantage": of_responses(sample.advantages for sample in samples),
+        "old_logp": of_responses(sample.old_logp for sample in samples),
+        "sampled_logp": of_responses(sample.sampled_logp for sample in samples),
+        "sample": np.repeat(np.arange(len(samples)), tokens_of_sample),
+    }
+    if reference:
+        columns["ref_logp"] = of_responses(map(_ref_logp, samples))
+    if ratio_level == "response":
+        columns["sampler_gap"] = of_responses(map(_gaps, samples))
+    tensors = to_device(list(columns.values()), batch.target.device)
+    return TokenBatch(observation=batch.observation, **dict(zip(columns, tensors, strict=True)))
 
 
 def _target_count(sample: Sample, with_observation: bool) -> int:
@@ -385,15 +382,15 @@ def _target_count(sample: Sample, with_observation: bool) -> int:
     return 0
 
 
-def _ref_logp(sample: Sample) -> list[float]:
+def _ref_logp(sample: Sample) -> Values:
     assert sample.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
     return sample.ref_logp
 
 
-def _gaps(sample: Sample) -> list[float]:
+def _gaps(sample: Sample) -> Values:
     """Return the mean of log pi_old - log pi_sampler over the response, once per token."""
-    gap = fmean(sample.old_logp) - fmean(sample.sampled_logp)
-    return [gap] * len(sample.response_ids)
+    gap = fmean(sample.old_logp.tolist()) - fmean(sample.sampled_logp.tolist())
+    return np.full(len(sample.response_ids), gap)
 
 
 def _token_weights(
@@ -466,25 +463,39 @@ def log_probs(
     packing: Packing,
     *,
     temperature: float,
-) -> dict[int, tuple[list[float], float]]:
+) -> dict[int, tuple[Values, float]]:
     """Return, by sample index, (log-prob of each response token, their mean entropy), in nats.
 
     The entropy is over the full vocabulary. The result covers the samples in this rank's batches,
-    in sample order.
+    in sample order. It is read from the device once, after the last batch.
     """
-    scored: dict[int, tuple[list[float], float]] = {}
+    indices: list[int] = []
+    logps: list[Tensor] = []
+    entropies: list[Tensor] = []
     for batch in micro_batches(samples, packing, with_observation=False, device=model.device):
         stats = model(partial(_head_stats, model, batch, temperature))
-        ends = [0, *accumulate(len(samples[i].response_ids) for i in batch.indices)]
-        offsets: Any = torch.tensor(ends, device=model.device)
-        entropies = torch.segment_reduce(
-            stats.entropy.double(), "mean", offsets=offsets, initial=0, unsafe=True
-        )
-        entropies = entropies.float().tolist()
-        logp = stats.logp.tolist()
-        for i, (start, end), entropy in zip(batch.indices, pairwise(ends), entropies, strict=True):
-            scored[i] = (logp[start:end], entropy)
+        lengths = [len(samples[i].response_ids) for i in batch.indices]
+        indices += batch.indices
+        logps.append(stats.logp)
+        entropies.append(_means(stats.entropy, lengths))
+
+    if not indices:
+        return {}
+    all_logps = torch.cat(logps).numpy(force=True)
+    all_entropies = torch.cat(entropies).tolist()
+    ends = accumulate((len(samples[i].response_ids) for i in indices), initial=0)
+    scored: dict[int, tuple[Values, float]] = {}
+    for i, (start, end), entropy in zip(indices, pairwise(ends), all_entropies, strict=True):
+        scored[i] = (all_logps[start:end], entropy)
     return dict(sorted(scored.items()))
+
+
+def _means(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the mean of each segment of `values`, float32; 0 for an empty segment."""
+    ends = np.array([0, *accumulate(lengths)])
+    offsets: Any = to_device([ends], values.device)[0]
+    means = torch.segment_reduce(values.double(), "mean", offsets=offsets, initial=0, unsafe=True)
+    return means.float()
 
 
 def _head_stats(model: ScoredModel, batch: Batch, temperature: float) -> TokenStats:

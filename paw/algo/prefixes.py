@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Ids = np.ndarray
-"""Token ids [n] int64."""
+from paw.types import Ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +37,7 @@ class PrefixTree:
     """
 
     input_ids: Ids
-    """[T] int64."""
+    """[T], of the rows' dtype."""
     position_ids: np.ndarray
     """[T] int64: the index of each token in the rows that it belongs to."""
     segments: list[Segment]

@@ -23,16 +23,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paw.algo.device import to_device
 from paw.algo.packing import Packing
 from paw.algo.prefixes import clusters, prefix_tree
-from paw.types import Group, Sample, Turn
+from paw.types import Group, Ids, Sample, Turn, as_ids, no_ids
 
 
 def to_samples(
     groups: list[Group],
     *,
     separator_ids: list[int],
-    encode_observation: Callable[[str], list[int]] | None,
+    encode_observation: Callable[[str], Ids] | None,
     invalid_penalty: float,
 ) -> list[Sample]:
     """Return the samples of an update, ordered by group, trajectory and step.
@@ -41,31 +42,36 @@ def to_samples(
     raw next observation into target ids. If it is None (world model off), or if an observation is
     empty, samples have no target.
     """
+    template_separator = as_ids(separator_ids)
     samples: list[Sample] = []
     trajectory_index = 0
     for group_index, group in enumerate(groups):
         for trajectory in group.trajectories:
             episode_return = trajectory.episode_return
-            previous_ids: list[int] = []  # prompt and response of the previous turn
+            previous: Turn | None = None
             for step, turn in enumerate(trajectory.turns):
                 penalty = 0.0 if turn.outcome.valid else invalid_penalty
                 target = _target_ids(turn, encode_observation)
-                separator = separator_ids if turn.separator_ids is None else turn.separator_ids
-                prefix = turn.prompt_ids[: len(previous_ids)]
+                separator = turn.separator_ids
+                if separator is None:
+                    separator = template_separator
+                versions = turn.versions
+                if versions is None:
+                    versions = np.full(len(turn.response_ids), turn.version, np.int32)
                 samples.append(
                     Sample(
                         group=group_index,
                         trajectory=trajectory_index,
                         step=step,
-                        continues=step > 0 and prefix == previous_ids,
+                        continues=previous is not None and _begins_with(turn, previous),
                         prompt_ids=turn.prompt_ids,
                         response_ids=turn.response_ids,
-                        separator_ids=separator if target else [],
+                        separator_ids=separator if len(target) else no_ids(),
                         observation_ids=target,
-                        spans=turn.spans if target else [],
+                        spans=turn.spans if len(target) else [],
                         sampled_logp=turn.sampled_logp,
                         sampled_entropy=turn.entropy,
-                        versions=turn.versions or [turn.version] * len(turn.response_ids),
+                        versions=versions,
                         server=turn.server,
                         score=episode_return - penalty,
                         episode_return=episode_return,
@@ -74,10 +80,20 @@ def to_samples(
                         anchor=turn.anchor,
                     )
                 )
-                previous_ids = turn.prompt_ids + turn.response_ids
+                previous = turn
             trajectory_index += 1
     _fill_token_weights(samples, n_groups=len(groups))
     return samples
+
+
+def _begins_with(turn: Turn, previous: Turn) -> bool:
+    """Whether a turn's prompt begins with the prompt and response of the previous one."""
+    response_start = len(previous.prompt_ids)
+    response_end = response_start + len(previous.response_ids)
+    prompt_ids = turn.prompt_ids
+    return np.array_equal(prompt_ids[:response_start], previous.prompt_ids) and np.array_equal(
+        prompt_ids[response_start:response_end], previous.response_ids
+    )
 
 
 def _fill_token_weights(samples: list[Sample], *, n_groups: int) -> None:
@@ -89,10 +105,10 @@ def _fill_token_weights(samples: list[Sample], *, n_groups: int) -> None:
         sample.token_weight = 1.0 / (n_groups * group_tokens[sample.group])
 
 
-def _target_ids(turn: Turn, encode_observation: Callable[[str], list[int]] | None) -> list[int]:
+def _target_ids(turn: Turn, encode_observation: Callable[[str], Ids] | None) -> Ids:
     """Return the world model's target of a turn; empty without a world model."""
     if encode_observation is None:
-        return []
+        return no_ids()
     if turn.observation_ids is not None:
         return turn.observation_ids
     return encode_observation(turn.observation)
@@ -120,14 +136,14 @@ def _continues(previous: Sample, sample: Sample, with_observation: bool) -> bool
         return False
     appended = _appended_ids(previous, with_observation)
     start = len(previous.prompt_ids) + len(previous.response_ids)
-    return sample.prompt_ids[start : start + len(appended)] == appended
+    return np.array_equal(sample.prompt_ids[start : start + len(appended)], appended)
 
 
-def _appended_ids(sample: Sample, with_observation: bool) -> list[int]:
+def _appended_ids(sample: Sample, with_observation: bool) -> Ids:
     """Return the separator and observation to append after a response, if it is a target."""
     if with_observation and sample.wm_weight > 0.0:
-        return sample.separator_ids + sample.observation_ids
-    return []
+        return np.concatenate([sample.separator_ids, sample.observation_ids])
+    return no_ids()
 
 
 def minibatches(samples: Sequence[Sample], *, size: int, seed: int) -> list[list[Sample]]:
@@ -167,6 +183,10 @@ class Batch:
     """[N] int64: for each sample the tokens of its response, then those of its observation."""
     observation: Tensor
     """[N] bool: whether the target belongs to an observation, not to a response."""
+    response_index: Tensor
+    """[R] int64: the indices, among the N targets, of those of responses."""
+    observation_index: Tensor
+    """[N - R] int64: the indices of those of observations."""
     indices: list[int]
     """Indices of the samples, in the list that the batch was cut from."""
     with_observation: bool = True
@@ -204,7 +224,7 @@ def collate(
 def _pack(
     samples: Sequence[Sample],
     chosen: Sequence[Sequence[int]],
-    rows: Sequence[np.ndarray],
+    rows: Sequence[Ids],
     *,
     with_observation: bool,
     device: torch.device,
@@ -212,7 +232,7 @@ def _pack(
 ) -> Batch:
     """As `collate`, with the token ids of each chosen sequence."""
     if not rows:
-        rows = [np.zeros(1, np.int64)]
+        rows = [np.zeros(1, np.int32)]
     lengths = [len(row) for row in rows]
     if share_prefixes:
         tree = prefix_tree(rows)
@@ -226,25 +246,37 @@ def _pack(
         batch_lengths = lengths
         paths = None
 
-    position: list[np.ndarray] = []
-    target: list[np.ndarray] = []
-    observation: list[np.ndarray] = []
+    positions = [np.empty(0, np.int64)]
+    targets = [np.empty(0, np.int64)]
+    span_lengths: list[int] = []
+    is_observed: list[bool] = []
     for members, row, index in zip(chosen, rows, index_of_row, strict=False):
         for start, end, observed in _target_spans(samples, members, with_observation):
-            position.append(index[start - 1 : end - 1])
-            target.append(row[start:end])
-            observation.append(np.full(end - start, observed))
+            positions.append(index[start - 1 : end - 1])
+            targets.append(row[start:end])
+            span_lengths.append(end - start)
+            is_observed.append(observed)
 
-    def tensor(arrays: list[np.ndarray], dtype: type) -> Tensor:
-        joined = np.concatenate(arrays) if arrays else np.empty(0, dtype)
-        return torch.from_numpy(joined).to(device)
-
+    observation = np.repeat(np.array(is_observed, np.bool_), np.array(span_lengths, np.int64))
+    tensors = to_device(
+        [
+            input_ids.astype(np.int64),
+            np.concatenate(positions),
+            np.concatenate(targets),
+            observation,
+            np.flatnonzero(~observation),
+            np.flatnonzero(observation),
+        ],
+        device,
+    )
     return Batch(
-        input_ids=torch.from_numpy(input_ids).to(device),
+        input_ids=tensors[0],
         lengths=batch_lengths,
-        position=tensor(position, np.int64),
-        target=tensor(target, np.int64),
-        observation=tensor(observation, np.bool_),
+        position=tensors[1],
+        target=tensors[2],
+        observation=tensors[3],
+        response_index=tensors[4],
+        observation_index=tensors[5],
         indices=[i for members in chosen for i in members],
         with_observation=with_observation,
         paths=paths,
@@ -252,10 +284,10 @@ def _pack(
     )
 
 
-def _row_ids(last: Sample, with_observation: bool) -> np.ndarray:
-    """[n] int64: the tokens of a sequence, by its last sample, whose prompt holds the others."""
+def _row_ids(last: Sample, with_observation: bool) -> Ids:
+    """The tokens of a sequence, by its last sample, whose prompt holds the others."""
     appended = _appended_ids(last, with_observation)
-    return np.array(last.prompt_ids + last.response_ids + appended, np.int64)
+    return np.concatenate([last.prompt_ids, last.response_ids, appended])
 
 
 def _target_spans(
@@ -280,7 +312,7 @@ def micro_batches(
     with_observation: bool,
     device: torch.device,
     skip: Callable[[Sample], bool] | None = None,
-) -> list[Batch]:
+) -> "MicroBatches":
     """Return this rank's batches, leaving out sequences whose samples are all skipped.
 
     `skip(sample)` says whether a sample needs no forward pass. If there are few samples, some
@@ -294,9 +326,8 @@ def micro_batches(
     rows = [_row_ids(samples[members[-1]], with_observation) for members in chosen]
     indices_of_batches, share_prefixes = _divide(samples, chosen, rows, packing)
 
-    batches: list[Batch] = []
-    for indices in indices_of_batches:
-        batch = _pack(
+    def make(indices: Sequence[int]) -> Batch:
+        return _pack(
             samples,
             [chosen[j] for j in indices],
             [rows[j] for j in indices],
@@ -304,14 +335,34 @@ def micro_batches(
             device=device,
             share_prefixes=share_prefixes,
         )
-        batches.append(batch)
-    return batches
+
+    return MicroBatches(indices_of_batches, make)
+
+
+class MicroBatches:
+    """Batches, each made when a loop asks for it.
+
+    Work on a GPU is launched, not waited for. So in a loop, the host makes batch i + 1 and starts
+    its copy while the device computes batch i, as long as the loop reads nothing from the device.
+    """
+
+    def __init__(
+        self, indices_of_batches: list[list[int]], make: Callable[[Sequence[int]], Batch]
+    ) -> None:
+        self._indices_of_batches = indices_of_batches
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._indices_of_batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self._make, self._indices_of_batches)
 
 
 def _divide(
     samples: Sequence[Sample],
     chosen: Sequence[Sequence[int]],
-    rows: Sequence[np.ndarray],
+    rows: Sequence[Ids],
     packing: Packing,
 ) -> tuple[list[list[int]], bool]:
     """Return (indices of the sequences in each batch, whether sequences share their prefixes)."""

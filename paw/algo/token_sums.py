@@ -14,6 +14,7 @@ from paw.algo.loss import (
     traits_of,
     with_response_gap,
 )
+from paw.algo.samples import Batch
 from paw.metric_list import METRICS
 from paw_kernels import TokenLoss
 
@@ -21,22 +22,28 @@ from paw_kernels import TokenLoss
 def token_sums(
     out: TokenLoss,
     tokens: TokenBatch,
+    batch: Batch,
     *,
     policy: TokenLossFunction,
     wm: TokenLossFunction,
     tis_cap: float | None = None,
     ratio_bounds: tuple[float, float] | None = None,
-) -> dict[str, float]:
+) -> dict[str, Tensor]:
     """Return sums over a batch's tokens, by name. `policy` and `wm` are the two token losses.
 
     A sum that the settings do not need is absent. "clipped" counts the response tokens with an
     advantage that `policy` clips. Unless its traits say otherwise, those are the tokens to which it
     gives no gradient. "masked" counts observation tokens without a gradient of `wm`.
+
+    Sums are float64 scalars on the device, from which nothing is read.
     """
     if traits_of(policy).needs_response_gap:
         tokens = with_response_gap(tokens, out.logp)
     is_observation = tokens.observation
     is_response = ~is_observation
+    # An index from the host. With a mask, the host would have to read how many tokens it has.
+    response_index = batch.response_index
+    observation_index = batch.observation_index
     wm_loss, wm_slope = _loss_and_slope(wm, out, tokens)
 
     sums = {
@@ -44,23 +51,48 @@ def token_sums(
         "observation_tokens": is_observation.sum(),
         "tokens": is_response.sum() + is_observation.sum(),
         "with_gradient": out.has_gradient.sum(),
-        "policy_loss": out.token_loss[is_response].sum(),
-        "wm_loss": out.token_loss[is_observation].sum(),
-        "wm_token_loss": wm_loss[is_observation].sum(),
-        "entropy": out.entropy[is_response].sum(),
+        "policy_loss": out.token_loss[response_index].sum(),
+        "wm_loss": out.token_loss[observation_index].sum(),
+        "wm_token_loss": wm_loss[observation_index].sum(),
+        "entropy": out.entropy[response_index].sum(),
         "clipped": (is_response & (tokens.advantage != 0) & _clipped(policy, out, tokens)).sum(),
     }
     if traits_of(wm).masks:
         sums["masked"] = (is_observation & (wm_slope == 0)).sum()
     if tokens.ref_logp is not None:
-        sums["kl"] = k3(out.logp, tokens)[is_response].sum()
+        sums["kl"] = k3(out.logp, tokens)[response_index].sum()
     if ratio_bounds is not None:
         sums["is_masked"] = (is_response & outside_bounds(tokens, ratio_bounds)).sum()
     if tis_cap is not None:
         sums["tis_capped"] = (is_response & outside_bounds(tokens, (0.0, tis_cap))).sum()
 
-    values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer
-    return dict(zip(sums, values, strict=True))
+    return {name: value.double() for name, value in sums.items()}
+
+
+class RunningSums:
+    """Sums of several micro-batches, by name. They stay on the device until they are read."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._totals: Tensor | None = None
+        """[K] float64."""
+
+    def add(self, sums: Mapping[str, Tensor]) -> None:
+        """Add the sums of one more micro-batch, which has the same names as those before."""
+        values = torch.stack(list(sums.values()))
+        if self._totals is None:
+            self._names = list(sums)
+            self._totals = values
+            return
+        if self._names != list(sums):
+            raise ValueError(f"sums of {list(sums)} after those of {self._names}")
+        self._totals += values
+
+    def read(self) -> dict[str, float]:
+        """Read the sums, in one transfer."""
+        if self._totals is None:
+            return {}
+        return dict(zip(self._names, self._totals.tolist(), strict=True))
 
 
 def _clipped(policy: TokenLossFunction, out: TokenLoss, tokens: TokenBatch) -> Tensor:
@@ -88,7 +120,7 @@ def _loss_and_slope(
 
 
 def add(totals: dict[str, float], sums: Mapping[str, float]) -> None:
-    """Add the sums of one more micro-batch, or rank, to `totals`."""
+    """Add the sums of one more rank to `totals`."""
     for name, value in sums.items():
         totals[name] = totals.get(name, 0.0) + value
 

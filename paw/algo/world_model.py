@@ -61,7 +61,7 @@ def select(
             f"n_groups={n_groups} is less than the {len(lambdas)} groups of the samples"
         )
 
-    candidates = [i for i, sample in enumerate(samples) if sample.observation_ids]
+    candidates = [i for i, sample in enumerate(samples) if len(sample.observation_ids)]
     if dedup:
         candidates = _first_of_equals(samples, candidates)
     if not all(math.isfinite(samples[i].entropy) for i in candidates):
@@ -100,13 +100,13 @@ def _lambdas(
 
 def _first_of_equals(samples: Sequence[Sample], candidates: list[int]) -> list[int]:
     """Return the candidates, without those that repeat an earlier prompt, response and targets."""
-    first: dict[tuple[tuple[int, ...], ...], int] = {}
+    first: dict[tuple[bytes, ...], int] = {}
     for i in candidates:
         sample = samples[i]
         key = (
-            tuple(sample.prompt_ids),
-            tuple(sample.response_ids),
-            tuple(sample.observation_ids),
+            sample.prompt_ids.tobytes(),
+            sample.response_ids.tobytes(),
+            sample.observation_ids.tobytes(),
         )
         first.setdefault(key, i)
     return list(first.values())

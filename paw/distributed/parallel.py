@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -106,22 +106,17 @@ class DistributedRanks(Ranks):
         parts = self.gather_flat(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return [part.numpy().tobytes() for part in parts]
 
-    def gather_rows(self, rows: list[list[T]], kind: type[T]) -> list[list[list[T]]]:
+    def gather_rows(
+        self, rows: list[np.ndarray], kind: type[int | float]
+    ) -> list[list[np.ndarray]]:
         dtype = np.int32 if kind is int else np.float32
-        flat = np.fromiter(chain.from_iterable(rows), dtype)
+        flat = np.concatenate([np.empty(0, dtype), *rows]).astype(dtype, copy=False)
         lengths = self.gather_flat(torch.tensor([len(row) for row in rows], dtype=torch.int32))
-        values: list[Any] = [part.numpy() for part in self.gather_flat(torch.from_numpy(flat))]
-        integers: Any = None
-        if kind is int:
-            # Equal integers become one object: 8 bytes per token in a list instead of 36.
-            largest = max((int(part.max()) for part in values if len(part)), default=0)
-            integers = np.arange(1 + largest).astype(object)
-        gathered = []
+        values = [part.numpy() for part in self.gather_flat(torch.from_numpy(flat))]
+        gathered: list[list[np.ndarray]] = []
         for part, part_lengths in zip(values, lengths, strict=True):
-            if kind is int:
-                part = integers.take(part)
             bounds = accumulate(part_lengths.tolist(), initial=0)
-            gathered.append([part[start:end].tolist() for start, end in pairwise(bounds)])
+            gathered.append([part[start:end] for start, end in pairwise(bounds)])
         return gathered
 
     def gather_flat(self, values: Tensor) -> list[Tensor]:

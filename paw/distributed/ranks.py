@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -74,15 +75,17 @@ class Ranks:
                 raise PeerLostError(f"rank {rank}: {message}")
         return [result for result, _ in gathered]  # type: ignore[misc]
 
-    def gather_rows(self, rows: list[list[T]], kind: type[T]) -> list[list[list[T]]]:
-        """Return all ranks' rows, in rank order: float (sent as float32) or int (0 to 2^31 - 1)."""
+    def gather_rows(
+        self, rows: list[np.ndarray], kind: type[int | float]
+    ) -> list[list[np.ndarray]]:
+        """Return all ranks' rows [n], in rank order: float (sent as float32) or int (as int32)."""
         return [rows]
 
-    def gather_numbered(self, rows: dict[int, list[float]]) -> list[list[float]]:
+    def gather_numbered(self, rows: dict[int, np.ndarray]) -> list[np.ndarray]:
         """Return rows 0 to n - 1. Exactly one rank has each row. They are sent as float32."""
         numbers = self.gather(list(rows), list[int])
         values = self.gather_rows(list(rows.values()), float)
-        by_number: dict[int, list[float]] = {}
+        by_number: dict[int, np.ndarray] = {}
         for rank_numbers, rank_rows in zip(numbers, values, strict=True):
             by_number.update(zip(rank_numbers, rank_rows, strict=True))
         return [by_number[number] for number in range(len(by_number))]

@@ -25,6 +25,7 @@ from transformers import AttentionInterface, GradientCheckpointingLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from paw.algo.device import to_device
 from paw.errors import UserError
 
 ATTENTION = "paw_packed"
@@ -130,19 +131,21 @@ def pack_tree(
     positions = [
         np.arange(seen - added, seen) for seen, added in zip(path_lengths, lengths, strict=True)
     ]
-    starts = [0, *accumulate(lengths)]
-    path_starts = [0, *accumulate(path_lengths)]
+    starts = np.array([0, *accumulate(lengths)], np.int32)
+    path_starts = np.array([0, *accumulate(path_lengths)], np.int32)
+    arrays = [starts, path_starts, np.concatenate(positions), np.concatenate(paths)]
+    cu_seqlens, path_cu_seqlens, position_ids, path_index = to_device(arrays, device)
     return Packed(
         kernel=kernel,
         rows=len(lengths),
         longest=max(lengths),
-        cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=device),
-        position_ids=torch.from_numpy(np.concatenate(positions)).to(device),
+        cu_seqlens=cu_seqlens,
+        position_ids=position_ids,
         slot=None,
         one_by_one=tuple(lengths) if kernel == "sdpa" else (),
         paths=Paths(
-            index=torch.from_numpy(np.concatenate(paths)).to(device),
-            cu_seqlens=torch.tensor(path_starts, dtype=torch.int32, device=device),
+            index=path_index,
+            cu_seqlens=path_cu_seqlens,
             lengths=path_lengths,
         ),
     )
@@ -163,17 +166,17 @@ def pack_rows(
     equally_long = sum(lengths) == longest * len(lengths)
 
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-    slot = None
+    arrays = [np.array(starts, np.int32), positions]
     if side_by_side and not equally_long:
-        slots = positions + longest * np.repeat(np.arange(len(lengths)), lengths)
-        slot = torch.from_numpy(slots).to(device)
+        arrays.append(positions + longest * np.repeat(np.arange(len(lengths)), lengths))
+    cu_seqlens, position_ids, *slots = to_device(arrays, device)
     return Packed(
         kernel=kernel,
         rows=len(lengths),
         longest=longest,
-        cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=device),
-        position_ids=torch.from_numpy(positions).to(device),
-        slot=slot,
+        cu_seqlens=cu_seqlens,
+        position_ids=position_ids,
+        slot=slots[0] if slots else None,
         one_by_one=tuple(lengths) if one_by_one else (),
     )
 

@@ -9,20 +9,21 @@ V_old are the values at the time the sample was played, and R = A + V_old are th
 its head at random.
 """
 
-import math
 from collections.abc import Iterable
 from functools import partial
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from paw.algo.advantages import check_advantages
+from paw.algo.device import to_device
 from paw.algo.gae import whiten
 from paw.algo.packing import Packing
-from paw.algo.samples import Batch, micro_batches
+from paw.algo.samples import Batch, MicroBatches, micro_batches
 from paw.config import plugins
 from paw.config.sections import Config
 from paw.distributed.ranks import Ranks, full_tensor
@@ -30,7 +31,7 @@ from paw.guards import TrainingStopped, UpdateGuard
 from paw.model.loading import load_policy
 from paw.model.optim import make_optimizer
 from paw.model.policy import Policy
-from paw.types import Sample
+from paw.types import Sample, Values, as_values, no_values
 
 
 def load_critic(path: str, **options: Any) -> Policy:
@@ -70,7 +71,7 @@ class Critic:
         is not finite.
         """
         values = self.ranks.gather_numbered(self._values_of_own_share(samples))
-        if not all(math.isfinite(value) for row in values for value in row):
+        if not all(np.isfinite(row).all() for row in values):
             raise TrainingStopped(
                 "stopped: the critic's values are not finite, so its weights have diverged; "
                 "resume an earlier checkpoint with a lower critic.lr"
@@ -78,36 +79,36 @@ class Critic:
 
         settings = self.config.advantage
         estimator = plugins.load("advantages", settings.type)
-        advantages: list[list[float]] = []
+        advantages: list[Values] = []
         for row, sample in zip(values, samples, strict=True):
-            returned = estimator(row, sample.score, **settings.settings())
-            advantages.append(
-                check_advantages(returned, settings.type, count=len(row), unit="token")
-            )
+            returned = estimator(row.tolist(), sample.score, **settings.settings())
+            checked = check_advantages(returned, settings.type, count=len(row), unit="token")
+            advantages.append(as_values(checked))
         whitened = whiten(advantages)
         for i, sample in enumerate(samples):
             sample.values = values[i]
             sample.token_advantage = whitened[i]
-            sample.returns = [
-                advantage + value for advantage, value in zip(advantages[i], values[i], strict=True)
-            ]
+            sample.returns = advantages[i] + values[i]
 
-        variance = torch.tensor([value for sample in samples for value in sample.returns]).var()
-        unexplained = torch.tensor([advantage for row in advantages for advantage in row]).var()
+        all_returns = np.concatenate([sample.returns for sample in samples])
+        variance = torch.from_numpy(all_returns).float().var()
+        unexplained = torch.from_numpy(np.concatenate(advantages)).float().var()
         if variance > 0:
             return {"critic/explained_variance": float(1.0 - unexplained / variance)}
         return {}
 
     @torch.no_grad()
-    def _values_of_own_share(self, samples: list[Sample]) -> dict[int, list[float]]:
+    def _values_of_own_share(self, samples: list[Sample]) -> dict[int, Values]:
         """Return the values before each response token of this rank's share, by sample index."""
-        values: dict[int, list[float]] = {}
+        indices: list[int] = []
+        parts: list[Tensor] = []
         for batch in self._batches(samples):
-            lengths = [len(samples[i].response_ids) for i in batch.indices]
-            values_N = self.model(partial(self.values, batch)).cpu()
-            for i, sample_values in zip(batch.indices, values_N.split(lengths), strict=True):
-                values[i] = sample_values.tolist()
-        return values
+            indices += batch.indices
+            parts.append(self.model(partial(self.values, batch)))
+
+        lengths = [len(samples[i].response_ids) for i in indices]
+        values = torch.cat(parts).cpu().split(lengths)  # read once
+        return {i: row.numpy() for i, row in zip(indices, values, strict=True)}
 
     def optimize(self, minibatches: Iterable[list[Sample]]) -> dict[str, float]:
         """Take an optimizer step on each mini-batch, unless its loss or gradient is not finite.
@@ -120,14 +121,14 @@ class Critic:
         tokens = 0
         for minibatch in minibatches:
             loss, clipped_of_minibatch = self._accumulate_gradients(minibatch)
-            clipped += clipped_of_minibatch
-            tokens += sum(len(sample.response_ids) for sample in minibatch)
-            losses.append(sum(self.ranks.gather(loss)))
-
             clipped_norm = nn.utils.clip_grad_norm_(
                 self.model.parameters(), self.config.optim.grad_clip
             )
-            grad_norm = float(full_tensor(clipped_norm))
+            measured = [loss, clipped_of_minibatch, full_tensor(clipped_norm).to(loss)]
+            own_loss, own_clipped, grad_norm = torch.stack(measured).tolist()
+            clipped += int(own_clipped)
+            tokens += sum(len(sample.response_ids) for sample in minibatch)
+            losses.append(sum(self.ranks.gather(own_loss)))
             if self.guard.allows(loss=losses[-1], grad_norm=grad_norm):
                 self.optimizer.step()
                 grad_norms.append(grad_norm)
@@ -141,24 +142,25 @@ class Critic:
             metrics["critic/grad_norm"] = fmean(grad_norms)
         return metrics
 
-    def _accumulate_gradients(self, minibatch: list[Sample]) -> tuple[float, int]:
+    def _accumulate_gradients(self, minibatch: list[Sample]) -> tuple[Tensor, Tensor]:
         """Accumulate the gradient of a mini-batch.
 
-        Returns this rank's part of (mean loss, number of clipped tokens).
+        Returns this rank's part of (mean loss, number of clipped tokens), float64 on the device.
+        The loop reads nothing from it.
         """
         tokens = sum(len(sample.response_ids) for sample in minibatch)
-        loss = 0.0
-        clipped = 0
+        loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        clipped = torch.zeros_like(loss)
         batches = self._batches(minibatch)
-        for batch in batches:
-            sync = self.config.optim.grad_sync == "each" or batch is batches[-1]
+        for number, batch in enumerate(batches, 1):
+            sync = self.config.optim.grad_sync == "each" or number == len(batches)
             self.ranks.sync_gradients(self.model, sync)
             batch_loss, batch_clipped = self.model(partial(self.loss, batch, minibatch))
             # Gradients are averaged over the ranks, but the loss is summed over them.
             scaled_loss = batch_loss * (self.ranks.world_size / tokens)
             scaled_loss.backward()
-            loss += float(batch_loss.detach()) / tokens
-            clipped += int(batch_clipped)
+            loss += batch_loss.detach().double() / tokens
+            clipped += batch_clipped
         self.ranks.average_gradients(self.model)
         return loss, clipped
 
@@ -170,21 +172,20 @@ class Critic:
 
     def loss(self, batch: Batch, minibatch: list[Sample]) -> tuple[Tensor, Tensor]:
         """Return (sum of the loss, number of clipped tokens). Only inside a call of the model."""
-        old_values: list[float] = []
-        returns: list[float] = []
-        for i in batch.indices:
-            old_values += minibatch[i].values
-            returns += minibatch[i].returns
-        device = batch.position.device
+        samples = [minibatch[i] for i in batch.indices]
+        rows = [
+            np.concatenate([no_values(), *(sample.values for sample in samples)]),
+            np.concatenate([no_values(), *(sample.returns for sample in samples)]),
+        ]
+        old_values, returns = to_device(
+            [row.astype(np.float32) for row in rows], batch.position.device
+        )
         loss, clipped = value_loss(
-            self.values(batch),
-            torch.tensor(old_values, device=device),
-            torch.tensor(returns, device=device),
-            clip=self.config.critic.value_clip,
+            self.values(batch), old_values, returns, clip=self.config.critic.value_clip
         )
         return loss.sum(), clipped.sum()
 
-    def _batches(self, samples: list[Sample]) -> list[Batch]:
+    def _batches(self, samples: list[Sample]) -> MicroBatches:
         return micro_batches(
             samples, self.packing, with_observation=False, device=self.model.device
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from paw.envs.conversation import unread
 from paw.rollouts.text.chat import Chat
-from paw.types import Reply, Turn
+from paw.types import Reply, Turn, as_ids
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,12 @@ def continue_after(
 
 def ids_up_to_end(chat: Chat, turn: Turn) -> list[int]:
     """Ids of a turn through its answer's end token, which is added if the answer was cut."""
-    return turn.prompt_ids + turn.response_ids + chat.missing_end(turn.response_ids)
+    return ids_of(turn) + chat.missing_end(turn.response_ids)
+
+
+def ids_of(turn: Turn) -> list[int]:
+    """Ids of a turn's prompt and response."""
+    return turn.prompt_ids.tolist() + turn.response_ids.tolist()
 
 
 def prompt_after_response(chat: Chat, turn: Turn, text: str) -> Prompt:
@@ -65,7 +70,7 @@ def prompt_after_response(chat: Chat, turn: Turn, text: str) -> Prompt:
 
     If the response has ended, the text is a user message. Otherwise it continues the answer.
     """
-    ids = turn.prompt_ids + turn.response_ids
+    ids = ids_of(turn)
     text_ids = chat.observation_ids(text)
     if turn.response_ids[-1] in chat.end_ids:
         ids = ids + chat.separator_ids + text_ids + chat.reply_ids
@@ -95,7 +100,9 @@ def record_observation(chat: Chat, turn: Turn, continuation: Continuation, *, li
     tokens, including what the template writes between the results.
     """
     separator_ids = chat.missing_end(turn.response_ids) + continuation.separator_ids
-    turn.separator_ids = separator_ids if separator_ids != chat.separator_ids else None
+    turn.separator_ids = None
+    if separator_ids != chat.separator_ids:
+        turn.separator_ids = as_ids(separator_ids)
 
     results = _results(turn)
     contents = [message["content"] for message in continuation.messages[: len(results)]]
@@ -117,7 +124,7 @@ def _record_results(turn: Turn, continuation: Continuation, *, count: int, limit
         if start < limit:
             turn.spans.append((start, min(end, limit)))
     last_end = turn.spans[-1][1] if turn.spans else 0  # there are none if the limit is 0
-    turn.observation_ids = continuation.ids[first_start : first_start + last_end]
+    turn.observation_ids = as_ids(continuation.ids[first_start : first_start + last_end])
 
 
 def _results(turn: Turn) -> list[str]:

@@ -18,7 +18,7 @@ from paw.rollouts.episode import EnvHandle, Episode, Model, Response, Stop
 from paw.rollouts.text.chat import Chat, Context, ContextFull, context_text
 from paw.rollouts.text.marks import conversation, stands_for
 from paw.rollouts.text.stops import StopStrings, text_before
-from paw.types import Turn
+from paw.types import Turn, as_ids, as_values
 
 
 class Sampler(Protocol):
@@ -58,7 +58,7 @@ class EngineModel(Model):
         if continuation is not None:
             self._record_observation(continuation)
         prompt = self._prompt(context, continues, continuation)
-        turn.prompt_ids = prompt.ids
+        turn.prompt_ids = as_ids(prompt.ids)
         stop_strings = StopStrings(self._chat, stop) if stop else None
         completion = await self._sampler.sample(self.episode, prompt.ids, seed, stop_strings)
         self._count_tokens(turn, completion)
@@ -70,7 +70,9 @@ class EngineModel(Model):
         self._fill_tokens(turn, completion, length)
 
         tools = self.env.tools
-        turn.response = prompt.opened + self._chat.decode(turn.response_ids, calls=bool(tools))
+        turn.response = prompt.opened + self._chat.decode(
+            completion.token_ids[:length], calls=bool(tools)
+        )
         if tools:
             answer = text_before(turn.response, stop_string)
             self.reply = self._chat.reply(answer, tools, self._call_count)
@@ -163,18 +165,18 @@ class EngineModel(Model):
 
     def _fill_tokens(self, turn: Turn, completion: Completion, length: int) -> None:
         """Put the first `length` tokens of a completion, and their data, into the turn."""
-        turn.response_ids = completion.token_ids[:length]
-        turn.sampled_logp = completion.logp[:length]
+        turn.response_ids = as_ids(completion.token_ids[:length])
+        turn.sampled_logp = as_values(completion.logp[:length])
         if completion.entropy is not None:
-            turn.entropy = completion.entropy[:length]
+            turn.entropy = as_values(completion.entropy[:length])
         turn.server = completion.server
 
         missing_end = self._chat.missing_end(turn.response_ids)
         if missing_end:
-            turn.separator_ids = missing_end + self._chat.separator_ids
+            turn.separator_ids = as_ids(missing_end + self._chat.separator_ids)
 
         turn.version = self._sampler.engine.version
         if completion.versions:
             versions = completion.versions[:length]
             turn.version = min(versions)
-            turn.versions = versions if len(set(versions)) > 1 else None
+            turn.versions = as_ids(versions) if len(set(versions)) > 1 else None

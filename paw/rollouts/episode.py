@@ -24,7 +24,7 @@ from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.text.chat import Context, context_text
 from paw.rollouts.text.stops import text_before
 from paw.rollouts.turns import checked_stop
-from paw.types import Outcome, Reply, Trajectory, Turn
+from paw.types import Outcome, Reply, Trajectory, Turn, no_ids, no_values
 
 PLAYS = {"search-r1": "search", "zerosearch": "search"}
 """Agents that answer questions, with the environment that asks them."""
@@ -369,9 +369,9 @@ class Model(ABC):
     def _new_turn(self, prompt: str) -> Turn:
         """Return a turn for `_answer` to fill."""
         return Turn(
-            prompt_ids=[],
-            response_ids=[],
-            sampled_logp=[],
+            prompt_ids=no_ids(),
+            response_ids=no_ids(),
+            sampled_logp=no_values(),
             entropy=None,
             prompt=prompt,
             response="",

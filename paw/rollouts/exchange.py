@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paw.rollouts.base import RolloutResult
-from paw.types import Task, Trajectory, Turn
+from paw.types import Ids, Task, Trajectory, Turn, Values, no_ids, no_values
 
 if TYPE_CHECKING:
     from paw.distributed.ranks import Ranks
@@ -18,7 +18,7 @@ def exchange(
     own_result: RolloutResult,
     tasks: Sequence[Task],
     ranks: "Ranks",
-    encode: Callable[[str], list[int]] | None = None,
+    encode: Callable[[str], Ids] | None = None,
 ) -> list[RolloutResult]:
     """Return the episodes of `tasks` that each rank has played, in the order of ranks.
 
@@ -42,32 +42,36 @@ def exchange(
 
 
 def _take_numbers(
-    result: RolloutResult, encode: Callable[[str], list[int]] | None
-) -> tuple[list[list[int]], list[list[float]]]:
+    result: RolloutResult, encode: Callable[[str], Ids] | None
+) -> tuple[list[Ids], list[Values]]:
     """Take the numbers out of the turns: four rows of ids and two rows of values for each turn.
 
     They are in the order in which `_restore_numbers` reads them.
     """
-    ids: list[list[int]] = []
-    values: list[list[float]] = []
+    ids: list[Ids] = []
+    values: list[Values] = []
     for turn in turns_of(result):
-        observation_ids: list[int] = []
-        if encode:
-            observation_ids = turn.observation_ids or encode(turn.observation)
-        ids += [turn.prompt_ids, turn.response_ids, turn.versions or [], observation_ids]
-        values += [turn.sampled_logp, turn.entropy or []]
+        observation_ids = no_ids()
+        if encode and turn.observation_ids is not None:
+            observation_ids = turn.observation_ids
+        elif encode:
+            observation_ids = encode(turn.observation)
+        versions = no_ids() if turn.versions is None else turn.versions
+        entropy = no_values() if turn.entropy is None else turn.entropy
+        ids += [turn.prompt_ids, turn.response_ids, versions, observation_ids]
+        values += [turn.sampled_logp, entropy]
 
-        turn.prompt_ids = []
-        turn.response_ids = []
+        turn.prompt_ids = no_ids()
+        turn.response_ids = no_ids()
         turn.versions = None
         turn.observation_ids = None
-        turn.sampled_logp = []
+        turn.sampled_logp = no_values()
         turn.entropy = None
     return ids, values
 
 
 def _restore_numbers(
-    result: RolloutResult, ids: Iterator[list[int]], values: Iterator[list[float]], *, encoded: bool
+    result: RolloutResult, ids: Iterator[Ids], values: Iterator[Values], *, encoded: bool
 ) -> None:
     """Give the turns the rows that `_take_numbers` took.
 
@@ -76,11 +80,13 @@ def _restore_numbers(
     for turn in turns_of(result):
         turn.prompt_ids = next(ids)
         turn.response_ids = next(ids)
-        turn.versions = next(ids) or None
+        versions = next(ids)
+        turn.versions = versions if len(versions) else None
         observation_ids = next(ids)
         turn.observation_ids = observation_ids if encoded else None
         turn.sampled_logp = next(values)
-        turn.entropy = next(values) or None
+        entropy = next(values)
+        turn.entropy = entropy if len(entropy) else None
 
 
 def _trajectories(result: RolloutResult) -> list[Trajectory]:

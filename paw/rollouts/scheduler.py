@@ -39,7 +39,7 @@ from paw.rollouts.guard import MAX_REWARD, CheckedEnv, make_threads, number
 from paw.rollouts.loop import EpisodeLoop
 from paw.rollouts.text.chat import ContextFull
 from paw.rollouts.turns import turns_problem
-from paw.types import Group, Task, Trajectory
+from paw.types import Group, Ids, Task, Trajectory
 
 if TYPE_CHECKING:
     from paw.distributed.ranks import Ranks
@@ -104,7 +104,7 @@ class Rollouts:
         ranks: "Ranks | None" = None,
         *,
         agent: Callable[..., Any] | None = None,
-        encode_observation: Callable[[str], list[int]] | None = None,
+        encode_observation: Callable[[str], Ids] | None = None,
     ) -> None:
         self.factory = factory
         self.engine = engine

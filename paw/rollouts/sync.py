@@ -1,16 +1,16 @@
 """Sends weights from the trainer to the engine, and checks that they arrived."""
 
-from collections import defaultdict
 from collections.abc import Sequence
-from itertools import chain
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
 from paw.errors import UserError
 from paw.model.weights import Weights
 from paw.rollouts.engines.base import Engine
-from paw.types import Sample
+from paw.types import Ids, Sample, Values, no_ids
 
 LIMIT = 0.5
 """Allowed difference in nats between a token's two log-probs.
@@ -67,49 +67,69 @@ def push_weights(
         )
 
 
-def sampled_by(samples: Sequence[Sample], version: int) -> list[list[str | None]]:
-    """Return for each response token the server that sampled it ("" without servers).
+@dataclass(frozen=True)
+class SampledBy:
+    """Which server sampled each of N tokens, if with the trainer's weights.
 
-    Returns None for a token sampled by other weights.
+    Example: servers ["a", "b"], index [1, 1, 0, 2] is two tokens of a, one token of other weights,
+    and one of b.
     """
-    rows: list[list[str | None]] = []
-    for sample in samples:
-        servers: list[str | None] = []
-        for token_version in sample.versions:
-            servers.append(sample.server if token_version == version else None)
-        rows.append(servers)
-    return rows
+
+    servers: list[str]
+    """Their URLs; [""] without servers."""
+    index: Ids
+    """[N]: 1 + the index of the token's server, or 0 if other weights sampled the token."""
+
+    @classmethod
+    def of_all(cls, parts: Sequence["SampledBy"]) -> "SampledBy":
+        """Return the parts, one after another, as one."""
+        servers = list(dict.fromkeys(server for part in parts for server in part.servers))
+        indices = [no_ids()]
+        for part in parts:
+            numbers = [0, *(1 + servers.index(server) for server in part.servers)]
+            indices.append(np.array(numbers, np.int32)[part.index])
+        return cls(servers, np.concatenate(indices))
+
+
+def sampled_by(samples: Sequence[Sample], version: int) -> SampledBy:
+    """Return who sampled the samples' response tokens. `version` is that of the weights."""
+    servers = list(dict.fromkeys(sample.server for sample in samples))
+    number = {server: 1 + i for i, server in enumerate(servers)}
+    versions = np.concatenate([no_ids(), *(sample.versions for sample in samples)])
+    numbers = np.repeat(
+        np.array([number[sample.server] for sample in samples], np.int32),
+        [len(sample.versions) for sample in samples],
+    )
+    return SampledBy(servers, np.where(versions == version, numbers, 0).astype(np.int32))
 
 
 def sampler_mismatch(
-    trainer: Sequence[list[float]],
-    sampled: Sequence[list[float]],
-    servers: Sequence[Sequence[str | None]] | None = None,
+    trainer: Values,
+    sampled: Values,
+    origins: SampledBy | None = None,
     what: str = "log-probs",
 ) -> dict[str, float]:
-    """Return how far the trainer's log-probs of some responses are from the sampler's, in nats.
+    """Return how far the trainer's log-probs [N] of tokens are from the sampler's, in nats.
 
     Returns health/sampler_mismatch (the largest distance) and health/sampler_mismatch_mean, or {}
-    without tokens. `servers` names who sampled each token. Tokens with None are left out.
+    without tokens. Tokens of other weights, according to `origins`, are left out.
 
     Raises StaleWeightsError if more than `TOLERATED` of a server's tokens are beyond `LIMIT` or not
     finite.
     """
-    distances = _distances(trainer, sampled, servers)
+    distances = _distances(trainer, sampled, origins)
     if not distances:
         return {}
 
     shares_off: dict[str, float] = {}
     for server, values in distances.items():
-        beyond_limit = sum(not distance <= LIMIT for distance in values)  # NaN counts as well
+        beyond_limit = int((~(values <= LIMIT)).sum())  # NaN counts as well
         shares_off[server] = beyond_limit / len(values)
     stale = [server for server, share in sorted(shares_off.items()) if share > TOLERATED]
 
-    reported: list[float] = []
-    for server in stale or distances:
-        reported += distances[server]
-    largest = max(reported)
-    mean = sum(reported) / len(reported)
+    reported = np.concatenate([distances[server] for server in stale or distances])
+    largest = float(reported.max())
+    mean = sum(reported.tolist()) / len(reported)
     if stale:
         shares: list[str] = []
         for server in stale:
@@ -124,21 +144,20 @@ def sampler_mismatch(
     return {"health/sampler_mismatch": largest, "health/sampler_mismatch_mean": mean}
 
 
-def _distances(
-    trainer: Sequence[list[float]],
-    sampled: Sequence[list[float]],
-    servers: Sequence[Sequence[str | None]] | None,
-) -> dict[str, list[float]]:
+def _distances(trainer: Values, sampled: Values, origins: SampledBy | None) -> dict[str, Values]:
     """Return |trainer - sampled| for each token, by the server that sampled it.
 
-    The server is "" for all tokens if `servers` is None.
+    The server is "" for all tokens if `origins` is None.
     """
-    if servers is None:
-        servers = [[""] * len(row) for row in trainer]
-    distances: dict[str, list[float]] = defaultdict(list)
-    for trainer_logp, sampled_logp, server in zip(
-        chain(*trainer), chain(*sampled), chain(*servers), strict=True
-    ):
-        if server is not None:
-            distances[server].append(abs(trainer_logp - sampled_logp))
+    if origins is None:
+        origins = SampledBy([""], np.ones(len(trainer), np.int32))
+    if not len(trainer) == len(sampled) == len(origins.index):
+        raise ValueError(f"{len(trainer)} log-probs and {len(sampled)} of the sampler")
+    all_distances = np.abs(trainer.astype(np.float64) - sampled.astype(np.float64))
+
+    distances: dict[str, Values] = {}
+    for number, server in enumerate(origins.servers, 1):
+        of_server = all_distances[origins.index == number]
+        if len(of_server):
+            distances[server] = of_server
     return distances

@@ -1,21 +1,11 @@
 """Checks what agents and reward functions can get wrong: stop strings, an episode's turns."""
 
 import math
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paw.errors import short_repr
 from paw.types import Outcome, Turn
-
-NUMBERS = {
-    "prompt_ids": "i",
-    "response_ids": "i",
-    "versions": "i",
-    "sampled_logp": "d",
-    "entropy": "d",
-}
-"""Lists of a turn, with the type code of the Python `array` that holds them (int32, float64)."""
 
 
 def checked_stop(stop: Iterable[Any]) -> list[str]:
@@ -48,17 +38,12 @@ def turns_problem(turns: Sequence[Turn], *, with_tokens: bool) -> str:
 
 def _tokens_problem(turn: Turn) -> str:
     """Say what is wrong with the numbers of a turn; "" if nothing is."""
-    if not turn.prompt_ids:
+    if not len(turn.prompt_ids):
         return "no prompt_ids"
-    if not turn.response_ids:
+    if not len(turn.response_ids):
         return "no response_ids"
     for name in ("sampled_logp", "entropy", "versions"):
         values = getattr(turn, name)
         if values is not None and len(values) != len(turn.response_ids):
             return f"{len(turn.response_ids)} response_ids and {len(values)} of {name}"
-    for name, typecode in NUMBERS.items():
-        try:
-            array(typecode, getattr(turn, name) or ())
-        except (TypeError, OverflowError) as error:
-            return f"numbers of the wrong kind in {name} ({error})"
     return ""

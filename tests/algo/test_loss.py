@@ -14,7 +14,7 @@ from paw.algo import loss as losses
 from paw.algo.loss import log_probs
 from paw.algo.packing import Packing
 from paw.algo.samples import collate, micro_batches, minibatches
-from paw.algo.token_sums import add, token_metrics, token_sums
+from paw.algo.token_sums import RunningSums, token_metrics, token_sums
 from paw.metric_list import METRICS
 from paw_kernels import token_stats
 
@@ -141,7 +141,8 @@ def test_log_probs_are_those_of_full_logits(policy, rows):
 def test_an_empty_response_has_no_log_prob_and_no_entropy(policy, rows):
     with_empty = [rows[0], replace(rows[1], response_ids=[]), rows[2]]
     scored = log_probs(policy, with_empty, Packing(budget=10**6), temperature=0.7)
-    assert scored[1] == ([], 0.0)
+    assert len(scored[1][0]) == 0
+    assert scored[1][1] == 0.0
     _, entropy = scored[0]
     _, entropy_alone = log_probs(policy, [rows[0]], Packing(budget=10**6), temperature=0.7)[0]
     assert entropy == pytest.approx(entropy_alone, abs=1e-5)
@@ -229,7 +230,7 @@ def test_on_policy_the_loss_is_minus_the_mean_advantage(policy, rows):
     mean = sum(row.advantage * len(row.response_ids) for row in on_policy) / response_tokens
     assert float(out.loss.detach()) == pytest.approx(-mean, abs=1e-5)
     policy_loss, wm_loss = objective.terms
-    sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss)
+    sums = token_sums(out, tokens, batch, policy=policy_loss, wm=wm_loss)
     assert sums["clipped"] == 0
     assert abs(sums["kl"]) < 1e-6
 
@@ -267,7 +268,9 @@ def test_mini_batches_sum_to_the_whole_update(rows, norm):
 
 def test_an_appended_observation_changes_no_action_log_prob_by_a_single_bit(policy):
     """Causal attention: same shape, same bits, whatever follows the response."""
-    selected = [replace(row, wm_weight=1.0) for row in make_rows(policy) if row.observation_ids]
+    selected = [
+        replace(row, wm_weight=1.0) for row in make_rows(policy) if len(row.observation_ids)
+    ]
     batch = collate(
         selected, [[i] for i in range(len(selected))], with_observation=True, device=CPU
     )
@@ -304,9 +307,9 @@ def test_the_shares_of_tokens_that_the_sampler_s_ratio_caps_and_masks(policy, ro
     out, tokens = objective.forward(policy, batch, shifted, len(shifted))
     policy_loss, wm_loss = objective.terms
     sums = token_sums(
-        out, tokens, policy=policy_loss, wm=wm_loss, tis_cap=cap, ratio_bounds=(low, high)
+        out, tokens, batch, policy=policy_loss, wm=wm_loss, tis_cap=cap, ratio_bounds=(low, high)
     )
-    shares = token_metrics(sums, steps=1)
+    shares = token_metrics({name: float(value) for name, value in sums.items()}, steps=1)
     capped = sum(ratio > cap for ratio in ratios)
     masked = sum(not low <= ratio <= high for ratio in ratios)
     assert 0 < capped < len(ratios)
@@ -317,11 +320,11 @@ def test_the_shares_of_tokens_that_the_sampler_s_ratio_caps_and_masks(policy, ro
 
 def token_sums_of(policy, rows, objective, budget=10**6):
     policy_loss, wm_loss = objective.terms
-    totals = {}
+    totals = RunningSums()
     for batch in micro_batches(rows, Packing(budget=budget), with_observation=True, device=CPU):
         out, tokens = objective.forward(policy, batch, rows, 40)
-        add(totals, token_sums(out, tokens, policy=policy_loss, wm=wm_loss))
-    return totals
+        totals.add(token_sums(out, tokens, batch, policy=policy_loss, wm=wm_loss))
+    return totals.read()
 
 
 def metrics(policy, rows, objective, budget):
@@ -373,7 +376,7 @@ def test_every_mean_over_tokens_is_of_sums_that_are_counted(policy, rows):
     (batch,) = micro_batches(rows, Packing(budget=10**6), with_observation=True, device=CPU)
     out, tokens = objective.forward(policy, batch, rows, 40)
     sums = token_sums(
-        out, tokens, policy=policy_loss, wm=wm_loss, tis_cap=2.0, ratio_bounds=(0.4, 2.5)
+        out, tokens, batch, policy=policy_loss, wm=wm_loss, tis_cap=2.0, ratio_bounds=(0.4, 2.5)
     )
     means = {name for metric in METRICS if metric.mean_of for name in metric.mean_of}
     counted_by_the_trainer = {"shared_tokens", "row_tokens"}

@@ -84,7 +84,7 @@ def equation_11(policy, groups, old_logps, norm):
         std = statistics.stdev(scores)
         for score, (_, turn) in zip(scores, played, strict=True):
             target = encode(turn.outcome.observation)
-            ids = turn.prompt_ids + turn.response_ids + SEPARATOR + target
+            ids = [*turn.prompt_ids, *turn.response_ids, *SEPARATOR, *target]
             logps = lm(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
             of_response = logps[len(turn.prompt_ids) - 1 :][: len(turn.response_ids)]
             of_target = logps[len(ids) - len(target) - 1 :]

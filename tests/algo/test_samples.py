@@ -59,10 +59,10 @@ def test_one_sample_a_turn_in_order_with_the_engines_own_ids_and_the_return_less
     places = [(sample.group, sample.trajectory, sample.step) for sample in samples]
     assert places == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 2, 0), (1, 2, 1), (1, 2, 2)]
     for sample, turn in zip(samples, turns, strict=True):
-        assert sample.prompt_ids == turn.prompt_ids
-        assert sample.response_ids == turn.response_ids
-        assert sample.sampled_logp == turn.sampled_logp
-        assert sample.sampled_entropy == turn.entropy
+        assert sample.prompt_ids.tolist() == turn.prompt_ids.tolist()
+        assert sample.response_ids.tolist() == turn.response_ids.tolist()
+        assert sample.sampled_logp.tolist() == turn.sampled_logp.tolist()
+        assert sample.sampled_entropy.tolist() == turn.entropy.tolist()
         assert sample.anchor == turn.anchor
     assert [s.score for s in samples] == [10.0, 10.0, -0.1, 0.0, 0.0, -0.1]
     assert [s.episode_return for s in samples] == [10.0, 10.0, 0.0, 0.0, 0.0, 0.0]
@@ -73,13 +73,13 @@ def test_one_sample_a_turn_in_order_with_the_engines_own_ids_and_the_return_less
 
 def test_an_empty_observation_and_no_world_model_give_neither_target_nor_separator():
     samples = samples_of(make_groups())
-    assert samples[0].observation_ids == [ord(c) for c in "you see a mug"]
-    assert samples[0].separator_ids == SEPARATOR
-    assert samples[1].observation_ids == []
-    assert samples[1].separator_ids == []
+    assert samples[0].observation_ids.tolist() == [ord(c) for c in "you see a mug"]
+    assert samples[0].separator_ids.tolist() == SEPARATOR
+    assert len(samples[1].observation_ids) == 0
+    assert len(samples[1].separator_ids) == 0
     for sample in samples_of(make_groups(), encode=None):
-        assert not sample.observation_ids
-        assert not sample.separator_ids
+        assert len(sample.observation_ids) == 0
+        assert len(sample.separator_ids) == 0
         assert sample.wm_weight == 0.0
 
 
@@ -217,7 +217,11 @@ def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(name, dtype):
     alone = [replace(sample, continues=False) for sample in samples]
     assert len(sequences(samples, with_observation=True)) == 6
     assert len(sequences(alone, with_observation=True)) == 30
-    assert {sample.step for sample in samples if sample.separator_ids[:1] == END} == {0, 1, 3}
+    assert {sample.step for sample in samples if sample.separator_ids[:1].tolist() == END} == {
+        0,
+        1,
+        3,
+    }
     expected, expected_gradient, *_ = dense(policy, samples, objective, update_samples=30)
     loss, gradient = packed(policy, samples, objective, update_samples=30)
     loss_alone, gradient_alone = packed(policy, alone, objective, update_samples=30)
@@ -232,7 +236,7 @@ def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(name, dtype):
     (batch,) = micro_batches(samples, Packing(budget=10**6), with_observation=True, device=CPU)
     out, tokens = objective.forward(policy, batch, samples, 30)
     policy_loss, wm_loss = objective.terms
-    sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss)
+    sums = token_sums(out, tokens, batch, policy=policy_loss, wm=wm_loss)
     assert sums["response_tokens"] == sum(len(sample.response_ids) for sample in samples)
     selected = [sample for sample in samples if sample.wm_weight]
     assert sums["observation_tokens"] == sum(len(sample.observation_ids) for sample in selected)

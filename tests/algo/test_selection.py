@@ -52,7 +52,7 @@ def test_the_most_uncertain_rows_with_a_target_are_selected(rows, alpha, extra_g
     present = list(dict.fromkeys(row.group for row in rows))
     n_groups = len(present) + extra_groups
     out = select(rows, alpha=alpha, weight="adaptive", reward_max=10.0, n_groups=n_groups)
-    candidates = [i for i, row in enumerate(rows) if row.observation_ids]
+    candidates = [i for i, row in enumerate(rows) if len(row.observation_ids)]
     chosen = [i for i, is_selected in enumerate(out.selected) if is_selected]
     assert len(chosen) == math.ceil(round(alpha * len(candidates), 6))
     assert set(chosen) <= set(candidates)

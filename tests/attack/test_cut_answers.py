@@ -113,13 +113,18 @@ def play(
         groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0
     )
     for sample in samples:
-        sample.wm_weight = 1.0 * bool(sample.observation_ids)
+        sample.wm_weight = 1.0 * bool(len(sample.observation_ids))
     return groups[0].trajectories, samples
 
 
 def row_of(sample):
     """What training runs for a sample whose observation is appended."""
-    return sample.prompt_ids + sample.response_ids + sample.separator_ids + sample.observation_ids
+    return [
+        *sample.prompt_ids,
+        *sample.response_ids,
+        *sample.separator_ids,
+        *sample.observation_ids,
+    ]
 
 
 def check_training_sees_what_play_showed(trajectories, samples):
@@ -132,9 +137,9 @@ def check_training_sees_what_play_showed(trajectories, samples):
         start += len(turns)
         for sample, following_turn in zip(its_samples, turns[1:], strict=False):
             row = row_of(sample)
-            assert following_turn.prompt_ids[: len(row)] == row
+            assert following_turn.prompt_ids[: len(row)].tolist() == row
         for sample, turn in zip(its_samples, turns, strict=True):
-            assert sample.response_ids == turn.response_ids
+            assert sample.response_ids.tolist() == turn.response_ids.tolist()
             assert len(sample.sampled_logp) == len(turn.response_ids)
     assert start == len(samples)
 
@@ -146,7 +151,7 @@ def check_training_sees_what_play_showed(trajectories, samples):
 
     expected = []
     for sample in samples:
-        expected += sample.response_ids
+        expected += sample.response_ids.tolist()
         for _, target_ids in sample.targets:
             expected += target_ids
     assert batch.target.tolist() == expected
@@ -215,10 +220,10 @@ def test_a_prompt_of_one_message_is_answered_by_the_user_after_the_end_too(name)
     assert len(samples_of_cut) == 3
     for sample, whole in zip(samples_of_cut, samples_of_complete, strict=True):
         assert row_of(sample) == row_of(whole)
-        assert sample.response_ids == whole.response_ids[:-1]
+        assert sample.response_ids.tolist() == whole.response_ids[:-1].tolist()
         assert len(sample.sampled_logp) == len(complete) - 1
-        assert sample.observation_ids == whole.observation_ids
-        assert sample.observation_ids
+        assert sample.observation_ids.tolist() == whole.observation_ids.tolist()
+        assert len(sample.observation_ids)
 
 
 def test_an_answer_that_a_stop_string_ended_has_its_end_token_in_both():
@@ -263,8 +268,8 @@ def test_without_a_world_model_nothing_follows_an_answer():
     chat = Chat(TOKENIZERS["chat qwen3"])
     _, samples = play(chat, Chatting, Scripted(repeated_answers(chat)), with_world_model=False)
     for sample in samples:
-        assert sample.separator_ids == []
-        assert sample.observation_ids == []
+        assert len(sample.separator_ids) == 0
+        assert len(sample.observation_ids) == 0
     assert sequences(samples, with_observation=False) == [[*range(6)]]
 
 
@@ -290,7 +295,7 @@ def test_an_answer_that_a_server_cut_gets_its_end_token():
     assert all(sample.server == peer.url for sample in samples)
     for before, after in pairwise(trajectories[0].turns):
         shown = before.prompt_ids + before.response_ids + chat.response_ids("")[-1:]
-        assert after.prompt_ids[: len(shown)] == shown
+        assert after.prompt_ids[: len(shown)].tolist() == shown
 
 
 @pytest.mark.skipif(

@@ -377,7 +377,7 @@ async def stops_at_an_empty_text(env, model):
 
 async def empties_its_turns(env, model):
     await model.generate("go")
-    env.episode.trajectory.turns[-1].response_ids.clear()
+    env.episode.trajectory.turns[-1].response_ids = []
     while not env.done:
         await env.step("go")
 
@@ -466,12 +466,12 @@ def test_a_thread_of_an_agent_that_stops_the_loop_stops_nothing(rollouts):
 
 
 def empties_ids(trajectory):
-    trajectory.turns[-1].response_ids.clear()
+    trajectory.turns[-1].response_ids = []
     return 1.0
 
 
 def takes_log_probs(trajectory):
-    trajectory.turns[0].sampled_logp.pop()
+    trajectory.turns[0].sampled_logp = trajectory.turns[0].sampled_logp[:-1]
     return 1.0
 
 

@@ -692,7 +692,7 @@ def turns_of(groups):
 
 
 def responses_of(groups):
-    return [turn.response_ids for turn in turns_of(groups)]
+    return [turn.response_ids.tolist() for turn in turns_of(groups)]
 
 
 def tasks_of(groups):

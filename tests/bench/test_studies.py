@@ -9,6 +9,7 @@ from dataclasses import asdict
 from statistics import fmean
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from joint import tiny_policy
@@ -117,7 +118,10 @@ def test_tokens_carry_their_probability_and_the_norm_of_their_error(tiny_llm, tm
                 *ids, [], None, "go", "look", Outcome(text, 0.0, False, False, "look", True), "", 0
             )
             file.write(
-                json.dumps({"task": "t", "kind": "pick", "member": 0, "step": i, **asdict(turn)})
+                json.dumps(
+                    {"task": "t", "kind": "pick", "member": 0, "step": i, **asdict(turn)},
+                    default=np.ndarray.tolist,
+                )
                 + "\n"
             )
     config = load("quickstart", {"rollout.temperature": "0.7", "wm.max_tokens": "50"})

@@ -8,6 +8,7 @@ import os
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -135,7 +136,10 @@ def logps_of(completions):
 
 def mismatch(model, requests, completions):
     expected = trainer_logp(model, requests, completions)
-    return sampler_mismatch(expected, logps_of(completions))["health/sampler_mismatch"]
+    sampled = logps_of(completions)
+    return sampler_mismatch(np.concatenate(expected), np.concatenate(sampled))[
+        "health/sampler_mismatch"
+    ]
 
 
 @torch.no_grad()

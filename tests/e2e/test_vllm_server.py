@@ -232,8 +232,8 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     for trajectory in trajectories:
         for turn, next_turn in pairwise(trajectory.turns):
-            so_far = turn.prompt_ids + turn.response_ids
-            assert next_turn.prompt_ids[: len(so_far)] == so_far
+            so_far = [*turn.prompt_ids, *turn.response_ids]
+            assert next_turn.prompt_ids[: len(so_far)].tolist() == so_far
             appended = next_turn.prompt_ids[len(so_far) :]
             text = chat._backend.decode(appended, skip_special_tokens=False)
             end = "" if turn.response_ids[-1] in chat.end_ids else "<|im_end|>"

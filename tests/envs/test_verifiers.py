@@ -172,10 +172,9 @@ def test_what_breaks_or_hangs_costs_its_episode():
         ]
         assert episode.episode_return == 2.0
         first_turn, second_turn = episode.turns
-        assert (
-            second_turn.prompt_ids[: len(first_turn.prompt_ids + first_turn.response_ids)]
-            == first_turn.prompt_ids + first_turn.response_ids
-        )
+        assert second_turn.prompt_ids.tolist()[
+            : len(first_turn.prompt_ids) + len(first_turn.response_ids)
+        ] == [*first_turn.prompt_ids, *first_turn.response_ids]
     assert statistics.threads_lost == 1
     rollouts.close()
     deadline = time.monotonic() + 5

@@ -9,6 +9,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from joint import gradients, make_row, relative
@@ -133,7 +134,7 @@ def dense(critic, rows):
     values_of_rows = []
     total = torch.zeros((), dtype=torch.float64)
     for row in rows:
-        ids = torch.tensor([row.prompt_ids + row.response_ids])
+        ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
         packed = {"output_hidden_states": True, "use_cache": False}
         model.set_attn_implementation("sdpa")
         hidden = model(input_ids=ids, **packed).hidden_states[-1][0]
@@ -186,10 +187,11 @@ def test_the_head_starts_at_zero_and_the_critic_learns_the_returns(critic):
     rows = [make_row(rng) for _ in range(16)]
     metrics = critic.compute_values(rows)
     assert metrics == {"critic/explained_variance": pytest.approx(0.0)}
-    assert all(row.values == [0.0] * len(row.response_ids) for row in rows)
-    scores = [[row.score] * len(row.response_ids) for row in rows]
-    assert [row.returns for row in rows] == scores
-    assert [row.token_advantage for row in rows] == whiten(scores)
+    assert all(row.values.tolist() == [0.0] * len(row.response_ids) for row in rows)
+    scores = [np.full(len(row.response_ids), row.score) for row in rows]
+    for row, returns, advantages in zip(rows, scores, whiten(scores), strict=True):
+        assert row.returns.tolist() == returns.tolist()
+        assert row.token_advantage.tolist() == advantages.tolist()
     history = [critic.compute_values(rows) | critic.optimize([rows]) for _ in range(20)]
     assert history[-1]["critic/loss"] < 0.2 * history[0]["critic/loss"]
     assert critic.compute_values(rows)["critic/explained_variance"] > 0.5
@@ -199,7 +201,7 @@ def test_scores_that_are_all_zero_have_no_advantage(critic):
     rows = [replace(make_row(random.Random(i)), score=0.0) for i in range(12)]
     assert critic.compute_values(rows) == {}
     for row in rows:
-        assert not any(row.token_advantage)
+        assert not row.token_advantage.any()
 
 
 def test_an_update_trains_policy_and_critic(start, tmp_path):  # noqa: F811

@@ -376,7 +376,7 @@ def test_results_and_answers_are_targets_in_the_conversations_one_sequence(name,
         if name == "llama3.1" and number != 1:
             texts = [json.dumps(text)[1:-1] for text in texts]  # its results are JSON
         expected = [chat.observation_ids(text) for text in texts]
-        encoded = [ids for _, ids in sample.targets]
+        encoded = [ids.tolist() for _, ids in sample.targets]
         target_ids = list(chain(*encoded))
         if most == 512:
             assert encoded == expected
@@ -384,7 +384,7 @@ def test_results_and_answers_are_targets_in_the_conversations_one_sequence(name,
             assert target_ids == list(chain(*expected))[: len(target_ids)]
         assert [next(batch_targets) for _ in target_ids] == target_ids
         assert not controls(name, target_ids)
-        assert (sample.separator_ids == chat.separator_ids) == (number == 1)
+        assert (sample.separator_ids.tolist() == chat.separator_ids) == (number == 1)
     assert not [*batch_targets]
 
 
@@ -405,7 +405,7 @@ def test_with_a_limit_of_no_tokens_several_results_are_no_target(name):
     )
     add_result(chat, turn, called("a", "b"), 0)
     assert turn.spans == []
-    assert turn.observation_ids == []
+    assert len(turn.observation_ids) == 0
 
 
 def test_no_two_calls_of_an_episode_have_one_id():
@@ -458,7 +458,7 @@ def caller(tmp_path_factory):
         sample = expert_play.example(chat, config, turn.prompt, reply, turn.observation, turn.tools)
         assert chat.decode(sample.separator_ids) == "\nuser\n<tool_response>\n"
         assert isinstance(turn.response, Reply)
-        row_ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        row_ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
         start = len(sample.prompt_ids)
         model(
             input_ids=row_ids,
@@ -513,14 +513,13 @@ def test_search_trains_as_a_conversation_with_a_tool(caller, tmp_path, updated):
         assert len(sample.observation_ids) == 0 or sample.wm_weight > 0
         assert chat.decode(sample.separator_ids) in ("", "\nuser\n", "\nuser\n<tool_response>\n")
         has_ended = turn.response_ids[-1] in chat.end_ids
-        assert not sample.separator_ids or (sample.separator_ids[0] in chat.end_ids) == (
+        assert not len(sample.separator_ids) or (sample.separator_ids[0] in chat.end_ids) == (
             not has_ended
         )
         if sample.step:  # one sequence: the target stands in the prompt, no token is added
             before = turns[number - 1]
-            assert (
-                turn.prompt_ids[: len(before.prompt_ids + before.response_ids)]
-                == before.prompt_ids + before.response_ids
-            )
+            assert turn.prompt_ids[
+                : len(before.prompt_ids) + len(before.response_ids)
+            ].tolist() == [*before.prompt_ids, *before.response_ids]
             assert number not in first_of
     assert len(joined) == sum(len(group.trajectories) for group in groups) < len(samples)

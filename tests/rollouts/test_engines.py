@@ -2,10 +2,12 @@
 noticed."""
 
 import itertools
+import math
 import sys
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -19,7 +21,14 @@ from paw.rollouts.engines.base import Completion, Request
 from paw.rollouts.engines.generation import sample, uniforms
 from paw.rollouts.engines.transformers import TransformersEngine
 from paw.rollouts.engines.vllm import VllmEngine
-from paw.rollouts.sync import StaleWeightsError, push_weights, sampler_mismatch
+from paw.rollouts.sync import (
+    SampledBy,
+    StaleWeightsError,
+    push_weights,
+    sampled_by,
+    sampler_mismatch,
+)
+from paw.types import Sample
 
 VOCAB = 61
 END = 3
@@ -218,35 +227,39 @@ def test_every_checkpoint_name_is_sent_and_the_head_always(tied):
 
 
 def test_one_odd_token_of_many_is_tolerated_many_are_stale_weights():
-    mismatch = sampler_mismatch([[-1.0, -2.0], [-0.5]], [[-1.0, -2.03], [-0.5]])
+    mismatch = sampler_mismatch(np.array([-1.0, -2.0, -0.5]), np.array([-1.0, -2.03, -0.5]))
     assert mismatch == pytest.approx(
         {"health/sampler_mismatch": 0.03, "health/sampler_mismatch_mean": 0.01}
     )
-    equal_logps = [[-1.0] * 99]
-    assert (
-        sampler_mismatch([*equal_logps, [-2.0]], [*equal_logps, [-1.0]])["health/sampler_mismatch"]
-        == 1.0
-    )
+    logps = np.full(100, -1.0)
+    odd_logps = np.append(logps[:99], -2.0)
+    assert sampler_mismatch(odd_logps, logps)["health/sampler_mismatch"] == 1.0
     with pytest.raises(StaleWeightsError, match=r"stale weights.*0\.5 nats on 10% of 10 tokens"):
-        sampler_mismatch([[-1.0] * 9 + [-3.0]], [[-1.0] * 10])
-    servers = [["http://b"] * 4 + [None], ["http://a"] * 99]  # None: of other weights
+        sampler_mismatch(np.append(logps[:9], -3.0), logps[:10])
+    versions = [4, 4, 4, 4, 3]  # the last token is of other weights
+    samples = [
+        Sample(0, 0, 0, [1], [2] * 5, versions=versions, server="http://b"),
+        Sample(0, 1, 0, [1], [2] * 95, versions=[4] * 95, server="http://a"),
+    ]
+    other_logps = np.append(np.full(5, -3.0), logps[5:])
     with pytest.raises(
         StaleWeightsError, match=r"0\.5 nats on 100% of 4 tokens of http://b \(mean 2, max 2\)"
     ):
-        sampler_mismatch([[-1.0] * 5, *equal_logps], [[-3.0] * 5, *equal_logps], servers)
+        sampler_mismatch(logps, other_logps, sampled_by(samples, 4))
     with pytest.raises(StaleWeightsError):
-        sampler_mismatch([[float("nan")]], [[-1.0]])
-    with pytest.raises(ValueError, match="zip"):
-        sampler_mismatch([[-1.0]], [[-1.0, -1.0]])
+        sampler_mismatch(np.array([math.nan]), np.array([-1.0]))
+    with pytest.raises(ValueError, match="1 log-probs and 2 of the sampler"):
+        sampler_mismatch(logps[:1], logps[:2])
 
 
 def test_stale_weights_say_what_was_compared_and_where_to_look():
     with pytest.raises(
         StaleWeightsError, match=r"log_softmax\(logits / temperature\).*`sync` copies"
     ):
-        sampler_mismatch([[-1.0]], [[-3.0]])
+        sampler_mismatch(np.array([-1.0]), np.array([-3.0]))
+    by_server = SampledBy(servers=["http://a"], index=np.array([1], np.int32))
     with pytest.raises(StaleWeightsError) as error:
-        sampler_mismatch([[-1.0]], [[-3.0]], [["http://a"]])
+        sampler_mismatch(np.array([-1.0]), np.array([-3.0]), by_server)
     assert "`sync`" not in str(error.value)  # which the user has not written
 
 

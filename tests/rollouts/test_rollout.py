@@ -74,7 +74,7 @@ def turns_of(groups, *, except_member=None):
 
 def responses_of(groups, **options):
     """The response ids of each turn."""
-    return [turn.response_ids for turn in turns_of(groups, **options)]
+    return [turn.response_ids.tolist() for turn in turns_of(groups, **options)]
 
 
 def members_of(group):
@@ -186,7 +186,7 @@ def test_turns_carry_what_engine_and_environment_said(rollouts):
         for turn, following in itertools.pairwise(episode.turns):
             assert following.anchor == turn.outcome.observation
     for turn in turns:
-        assert turn.prompt_ids == chat.prompt_ids(turn.prompt)
+        assert turn.prompt_ids.tolist() == chat.prompt_ids(turn.prompt)
         assert turn.response == chat.decode(turn.response_ids)
         assert len(turn.response_ids) == len(turn.sampled_logp) == len(turn.entropy) <= 3
         assert len(turn.response_ids) == 3 or turn.response_ids[-1] in chat.end_ids
@@ -206,9 +206,9 @@ def test_a_turns_tokens_follow_from_its_coordinates(rollouts):
             for number, turn in enumerate(episode.turns):
                 seed = derive_seed(5, "train/7", place, episode.member, number)
                 rollouts.engine.submit(
-                    Request(0, turn.prompt_ids, seed, temperature=1.0, max_tokens=3)
+                    Request(0, turn.prompt_ids.tolist(), seed, temperature=1.0, max_tokens=3)
                 )
-                assert rollouts.engine.step()[0].token_ids == turn.response_ids
+                assert rollouts.engine.step()[0].token_ids == turn.response_ids.tolist()
 
 
 def test_long_prompts_are_cut_and_counted_and_turns_carry_the_weight_version(rollouts):
@@ -303,17 +303,17 @@ def assert_same_turns(groups, wanted):
     """Turns are those of one process, but for what `pretend_other_weights` changed."""
     members = [episode.member for episode in episodes_of(groups) for _ in episode.turns]
     for member, ours, theirs in zip(members, turns_of(groups), turns_of(wanted), strict=True):
-        assert ours.prompt_ids == theirs.prompt_ids
-        assert ours.response_ids == theirs.response_ids
+        assert ours.prompt_ids.tolist() == theirs.prompt_ids.tolist()
+        assert ours.response_ids.tolist() == theirs.response_ids.tolist()
         assert ours.outcome == theirs.outcome
         assert ours.version == theirs.version
         assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)
-        assert ours.observation_ids == [len(ours.outcome.observation), 1]
+        assert ours.observation_ids.tolist() == [len(ours.outcome.observation), 1]
         if member:
             assert ours.versions is None
             assert ours.entropy == pytest.approx(theirs.entropy, abs=1e-5)
         else:
-            assert ours.versions == [7] * len(ours.response_ids)
+            assert ours.versions.tolist() == [7] * len(ours.response_ids)
             assert ours.entropy is None
 
 
@@ -435,7 +435,7 @@ def test_a_call_that_continues_another_has_its_ids_and_those_of_the_text(model):
             if before.response_ids[-1] in chat.end_ids:
                 ended_count += 1
                 ids = chat.separator_ids + ids + chat.reply_ids
-            assert turn.prompt_ids == before.prompt_ids + before.response_ids + ids
+            assert turn.prompt_ids.tolist() == [*before.prompt_ids, *before.response_ids, *ids]
             assert turn.prompt == before.prompt + before.response + text
     assert 0 < ended_count < 48
 
@@ -465,7 +465,7 @@ def test_a_response_ends_at_the_first_token_that_completes_a_stop_string(model):
     assert cut_pairs
     for before, turn in cut_pairs:
         length = len(turn.response_ids)
-        assert turn.response_ids == before.response_ids[:length]
+        assert turn.response_ids.tolist() == before.response_ids[:length].tolist()
         assert turn.sampled_logp == pytest.approx(before.sampled_logp[:length], abs=1e-5)
         assert turn.entropy == pytest.approx(before.entropy[:length], abs=1e-5)
         assert stop in chat.decode(turn.response_ids)
@@ -635,10 +635,10 @@ def test_a_conversation_goes_on_with_its_own_tokens(model):
     for episode in episodes_of(groups):
         for before, after in itertools.pairwise(episode.turns):
             was_cut = before.response_ids[-1] not in chat.end_ids
-            answer = before.response_ids + [end] * was_cut
+            answer = [*before.response_ids, *[end] * was_cut]
             user_ids = chat.observation_ids(before.outcome.observation, 99)
-            so_far = before.prompt_ids + answer + chat.separator_ids + user_ids
-            assert after.prompt_ids == so_far + chat.reply_ids
+            so_far = [*before.prompt_ids, *answer, *chat.separator_ids, *user_ids]
+            assert after.prompt_ids.tolist() == so_far + chat.reply_ids
             counts[was_cut] += 1
     assert counts[True] > 4
     assert counts[False] > 4

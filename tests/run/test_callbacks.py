@@ -120,7 +120,7 @@ def test_samples_show_what_was_seen_and_expected():
             assert shown_turn["predicted"].startswith(shown_turn["observation_tokens"][0])
 
     turn = episode.turns[0]  # what cannot be predicted is left out
-    too_long = Turn(**{**vars(turn), "prompt_ids": turn.prompt_ids * 100})
+    too_long = Turn(**{**vars(turn), "prompt_ids": turn.prompt_ids.tolist() * 100})
     silent = Turn(
         **{**vars(turn), "outcome": Outcome("", 0.0, True, False, "look", True), "entropy": None}
     )

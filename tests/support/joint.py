@@ -149,7 +149,7 @@ def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
         row.entropy = entropy
         if reference:
             row.ref_logp = [value + rng.gauss(0, 0.5) for value in logp]
-        if row.observation_ids and rng.random() < 0.75:
+        if len(row.observation_ids) and rng.random() < 0.75:
             row.wm_weight = rng.random() / n
         of_group = [member for member in rows if member.group == row.group]
         row.token_weight = 1 / groups / sum(len(member.response_ids) for member in of_group)
@@ -225,7 +225,7 @@ def packed(
 def token_logps(lm, row, *, temperature=1.0):
     """[T, V] float64 log-probs of every next token of one row alone, unpadded, its observation
     included."""
-    ids = row.prompt_ids + row.response_ids + row.separator_ids + row.observation_ids
+    ids = [*row.prompt_ids, *row.response_ids, *row.separator_ids, *row.observation_ids]
     return (lm(input_ids=torch.tensor([ids])).logits[0].double() / temperature).log_softmax(-1)
 
 

@@ -3,10 +3,10 @@
 import json
 import math
 import signal
-from dataclasses import asdict
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import load_file
 from toyworld import make_model
 
@@ -31,10 +31,10 @@ def plain_loss(model, lm_weight, observations, by_row):
     rest = []
     for row in ROWS:
         ids = torch.tensor(
-            row.prompt_ids + row.response_ids + row.separator_ids + row.observation_ids
+            [*row.prompt_ids, *row.response_ids, *row.separator_ids, *row.observation_ids]
         )
         start = len(row.prompt_ids)
-        end = len(row.prompt_ids + row.response_ids)
+        end = len(row.prompt_ids) + len(row.response_ids)
         logp = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
         nll = -logp.gather(1, ids[1:, None])[:, 0]
         answers.append(nll[start - 1 : end - 1])
@@ -151,12 +151,16 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(learn, tmp_path, monkeypa
     assert "going on from step 3 of 4" in learn("o", sft__save_every=3).stderr
 
 
+def as_json(turn):
+    return TypeAdapter(Turn).dump_python(turn, mode="json")
+
+
 def test_of_recorded_episodes_the_valid_turns_of_won_ones_are_learnt(learn, tmp_path, monkeypatch):
     def turn(response, *, valid=True, won=False, done=False, ids=None):
         outcome = Outcome("You see a mug 1.", float(won), done, won, response, valid=valid)
         ids = ids or [ord(c) - ord("a") for c in response]
         return {
-            **asdict(Turn([1, 2], ids, [], None, "task: go.", response, outcome, "", 0)),
+            **as_json(Turn([1, 2], ids, [], None, "task: go.", response, outcome, "", 0)),
             "task": "t",
             "kind": "k",
         }

@@ -8,28 +8,24 @@ Token ids and log-probs travel as packed arrays, so they are small and arrive bi
 import hashlib
 import socket
 import threading
-from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import to_json
 
 from paw.errors import LINE_CHARS, UserError, clean
 from paw.rollouts.base import RolloutResult
 from paw.rollouts.exchange import set_tasks, turns_of
-from paw.types import Task, Turn
+from paw.types import Task, Turn, no_ids, no_values
 
 CHUNK = 1 << 20
 """Bytes read at once."""
-IDS = ("prompt_ids", "response_ids", "versions", "observation_ids", "separator_ids")
-"""Integer fields of a turn that are packed."""
-VALUES = ("sampled_logp", "entropy")
-"""Float fields of a turn that are packed."""
-REQUIRED = ("prompt_ids", "response_ids", "sampled_logp")
-"""Packed fields that are never None."""
+REQUIRED = {"prompt_ids": no_ids, "response_ids": no_ids, "sampled_logp": no_values}
+"""Fields of a turn's arrays that are never None, with what makes an empty one."""
 
 
 class Message(BaseModel):
@@ -39,31 +35,35 @@ class Message(BaseModel):
 
 
 class PackedRows(Message):
-    """Lists of numbers: int32 ("i") or float64 ("d"). A list may be None."""
+    """Arrays of numbers, one after another. An array may be None."""
 
     lengths: bytes
-    """The length of each list, as int32; -1 for None."""
+    """The length of each array, as int32; -1 for None."""
     numbers: bytes
 
     @classmethod
-    def pack(cls, rows: Sequence[Sequence[float] | None], typecode: Literal["i", "d"]) -> Self:
-        numbers = array(typecode)
-        lengths = array("i")
+    def pack(cls, rows: Sequence[np.ndarray | None], dtype: type[np.number]) -> Self:
+        numbers = [np.empty(0, dtype)]
+        lengths: list[int] = []
         for row in rows:
-            numbers.extend(row or ())
             lengths.append(-1 if row is None else len(row))
-        return cls(lengths=lengths.tobytes(), numbers=numbers.tobytes())
+            if row is not None:
+                numbers.append(row)
+        return cls(
+            lengths=np.array(lengths, np.int32).tobytes(),
+            numbers=np.concatenate(numbers, dtype=dtype).tobytes(),
+        )
 
-    def unpack(self, typecode: Literal["i", "d"]) -> list[list[Any] | None]:
-        lengths = array("i", self.lengths)
-        numbers = array(typecode, self.numbers)
-        rows: list[list[Any] | None] = []
+    def unpack(self, dtype: type[np.number]) -> list[np.ndarray | None]:
+        """The arrays are views of one."""
+        numbers = np.frombuffer(bytearray(self.numbers), dtype)
+        rows: list[np.ndarray | None] = []
         start = 0
-        for length in lengths:
+        for length in np.frombuffer(self.lengths, np.int32).tolist():
             if length < 0:
                 rows.append(None)
                 continue
-            rows.append(numbers[start : start + length].tolist())
+            rows.append(numbers[start : start + length])
             start += length
         return rows
 
@@ -173,18 +173,18 @@ class UpdatePlayed(Message):
     @classmethod
     def pack(cls, step: int, result: RolloutResult, tasks: Sequence[Task]) -> Self:
         """Make the message for these episodes. Takes `result` apart."""
-        ids: list[list[int] | None] = []
-        values: list[list[float] | None] = []
+        ids: list[np.ndarray | None] = []
+        values: list[np.ndarray | None] = []
         for turn in turns_of(result):
-            ids += _take_fields(turn, IDS)
-            values += _take_fields(turn, VALUES)
+            ids += _take_fields(turn, Turn.IDS)
+            values += _take_fields(turn, Turn.VALUES)
         set_tasks(result, {task.id: Task(str(index)) for index, task in enumerate(tasks)})
         return cls(
             step=step,
             tasks=digest(tasks),
             rest=result,
-            ids=PackedRows.pack(ids, "i"),
-            values=PackedRows.pack(values, "d"),
+            ids=PackedRows.pack(ids, np.int32),
+            values=PackedRows.pack(values, np.float64),
         )
 
     def unpack(self, tasks: Sequence[Task]) -> RolloutResult:
@@ -196,12 +196,12 @@ class UpdatePlayed(Message):
                 "an environment must list the same tasks whenever it is loaded, "
                 "or be played without: --rollout.ahead 0"
             )
-        ids = iter(self.ids.unpack("i"))
-        values = iter(self.values.unpack("d"))
+        ids = iter(self.ids.unpack(np.int32))
+        values = iter(self.values.unpack(np.float64))
         for turn in turns_of(self.rest):
-            for name in IDS:
+            for name in Turn.IDS:
                 setattr(turn, name, next(ids))
-            for name in VALUES:
+            for name in Turn.VALUES:
                 setattr(turn, name, next(values))
         set_tasks(self.rest, {str(index): task for index, task in enumerate(tasks)})
         return self.rest
@@ -217,13 +217,13 @@ def digest(tasks: Sequence[Task]) -> str:
     return hashlib.sha256(ids.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _take_fields(turn: Turn, names: Sequence[str]) -> list[Any]:
-    """Take the values of some fields out of a turn, leaving them empty."""
-    values: list[Any] = []
+def _take_fields(turn: Turn, names: Sequence[str]) -> list[np.ndarray | None]:
+    """Take the arrays of some fields out of a turn, leaving them empty."""
+    arrays: list[np.ndarray | None] = []
     for name in names:
-        values.append(getattr(turn, name))
-        setattr(turn, name, [] if name in REQUIRED else None)
-    return values
+        arrays.append(getattr(turn, name))
+        setattr(turn, name, REQUIRED[name]() if name in REQUIRED else None)
+    return arrays
 
 
 class Channel:

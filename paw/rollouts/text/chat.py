@@ -20,7 +20,7 @@ from paw.rollouts.text.encoder import Encoder, encodable
 from paw.rollouts.text.inspection import TemplateFacts, inspect_template, thinking_ids
 from paw.rollouts.text.marks import PROBE, TOOLS, Marks
 from paw.rollouts.text.template import REPLY, USER, ChatTemplate
-from paw.types import THINKING, Reply, ToolCall
+from paw.types import THINKING, Ids, Reply, ToolCall
 
 AWAITS_RESULT = "<|eom_id|>"
 """How Llama 3 ends an answer that calls a tool but does not end its turn.
@@ -280,7 +280,7 @@ class Chat:
             ids += self.encode(literal)
         return ids
 
-    def missing_end(self, response_ids: Sequence[int]) -> list[int]:
+    def missing_end(self, response_ids: Sequence[int] | Ids) -> list[int]:
         """Return the end token for a response that has none.
 
         Such a response was cut at rollout.max_response_tokens or by a stop string. In the next

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+
 from paw.config.recipe import load
 from paw.config.sections import Config
 from paw.envs import make_factory
@@ -132,7 +134,8 @@ def _write_turns(groups: list[Group], file: TextIO) -> None:
                 "member": trajectory.member,
             }
             for step, turn in enumerate(trajectory.turns):
-                file.write(json.dumps({**episode, "step": step, **asdict(turn)}) + "\n")
+                record = {**episode, "step": step, **asdict(turn)}
+                file.write(json.dumps(record, default=np.ndarray.tolist) + "\n")
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:

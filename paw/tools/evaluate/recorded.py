@@ -23,7 +23,7 @@ from paw.run import Run
 from paw.tools.plan.plan import OBSERVATION, PROMPT, RESPONSE, WON
 from paw.tools.plan.shapes import KEYS, Shape, shape_of
 from paw.tools.warmup import quickstart
-from paw.types import Group, Outcome, Task, Trajectory, Turn
+from paw.types import Group, Ids, Outcome, Task, Trajectory, Turn, as_ids, no_values
 
 
 def read_episodes(path: Path, *, vocabulary: float = math.inf) -> list[Group]:
@@ -56,7 +56,8 @@ def _add_turn(groups: list[Group], record: dict[str, Any], *, vocabulary: float)
     step = record.pop("step")
     record["outcome"] = Outcome(**record["outcome"])
     turn = Turn(**record)
-    if not turn.response_ids or max(turn.prompt_ids + turn.response_ids) >= vocabulary:
+    largest = max(turn.prompt_ids.max(initial=0), turn.response_ids.max(initial=0))
+    if not len(turn.response_ids) or largest >= vocabulary:
         raise ValueError("token ids of another model")
 
     if step == 0:
@@ -128,9 +129,9 @@ class _RandomTurns:
             valid=bool(rng.random() < 0.95),
         )
         return Turn(
-            prompt_ids=prompt_ids,
-            response_ids=response_ids,
-            sampled_logp=[],
+            prompt_ids=as_ids(prompt_ids),
+            response_ids=as_ids(response_ids),
+            sampled_logp=no_values(),
             entropy=None,
             prompt="",
             response="",
@@ -140,9 +141,9 @@ class _RandomTurns:
         )
 
 
-def _read_ids(text: str) -> list[int]:
+def _read_ids(text: str) -> Ids:
     """Return the token ids of a random observation. Its text lists their numbers."""
-    return list(map(int, text.split()))
+    return as_ids(list(map(int, text.split())))
 
 
 def random_model(config: Config, folder: Path) -> str:

@@ -144,12 +144,15 @@ class _ProgressLog:
 
 def _digest(rows: Sequence[Sample], config: Config, settings: SftConfig, optim: OptimConfig) -> str:
     """Hash the data and the settings that decide the result."""
-    data = repr([(row.prompt_ids, row.response_ids, row.observation_ids) for row in rows])
+    ids = [
+        (row.prompt_ids.tolist(), row.response_ids.tolist(), row.observation_ids.tolist())
+        for row in rows
+    ]
     choices = (
         f"{settings.model_dump(exclude={'save_every'})} {optim} {config.lora} {config.run.seed}"
         f" {config.model.path}"
     )
-    return hashlib.sha256((data + choices).encode()).hexdigest()
+    return hashlib.sha256((repr(ids) + choices).encode()).hexdigest()
 
 
 class _Progress:
@@ -279,7 +282,9 @@ def sft(
 
 
 def _announce(rows: Sequence[Sample], source: str, config: Config) -> None:
-    tokens = sum(len(row.prompt_ids + row.response_ids + row.observation_ids) for row in rows)
+    tokens = 0
+    for row in rows:
+        tokens += len(row.prompt_ids) + len(row.response_ids) + len(row.observation_ids)
     dtype = training_dtype(config, pick_device(config.model.device))
     to_stderr(
         f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, "
@@ -339,10 +344,11 @@ def _recorded(path: Path, chat: Chat, config: Config) -> list[Sample]:
 
 def _recorded_row(turn: Turn, chat: Chat, config: Config) -> Sample:
     row = example(chat, config, turn.prompt, turn.response, turn.observation)
-    texts = [chat.decode(turn.response_ids, calls=calls) for calls in (False, True)]
+    texts = [chat.decode(turn.response_ids.tolist(), calls=calls) for calls in (False, True)]
     if turn.response in [chat.opened + text for text in texts]:
         row.prompt_ids = turn.prompt_ids
         row.response_ids = turn.response_ids
         row.separator_ids = separator_ids(turn, chat)
-        row.observation_ids = turn.observation_ids or row.observation_ids
+        if turn.observation_ids is not None and len(turn.observation_ids):
+            row.observation_ids = turn.observation_ids
     return row

@@ -14,9 +14,10 @@ from paw.algo.loss import log_probs
 from paw.algo.packing import Packing
 from paw.errors import UserError
 from paw.metric_list import METRICS
+from paw.rollouts.continuation import ids_of
 from paw.rollouts.engines.base import Request
 from paw.rollouts.success import success_text
-from paw.types import Group, Sample, Trajectory
+from paw.types import Group, Sample, Trajectory, Values, as_ids
 
 if TYPE_CHECKING:
     from paw.run import Run
@@ -108,11 +109,14 @@ def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
     contexts: list[list[int]] = []
     targets: list[list[int]] = []
     for turn in turns:
-        separator_ids = chat.separator_ids if turn.separator_ids is None else turn.separator_ids
-        contexts.append(turn.prompt_ids + turn.response_ids + separator_ids)
-        targets.append(
-            turn.observation_ids or chat.observation_ids(turn.observation, run.config.wm.max_tokens)
-        )
+        separator_ids = chat.separator_ids
+        if turn.separator_ids is not None:
+            separator_ids = turn.separator_ids.tolist()
+        contexts.append(ids_of(turn) + separator_ids)
+        if turn.observation_ids is not None:
+            targets.append(turn.observation_ids.tolist())
+        else:
+            targets.append(chat.observation_ids(turn.observation, run.config.wm.max_tokens))
 
     _submit_predictions(run, contexts, targets)
     probabilities = _token_probabilities(run, contexts, targets)
@@ -129,7 +133,7 @@ def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
             "valid": turn.outcome.valid,
             "observation": turn.outcome.observation,
             "predicted": predictions.get(i),
-            "entropy": sum(turn.entropy) / len(turn.entropy) if turn.entropy else None,
+            "entropy": _mean(turn.entropy),
             "observation_token_p": probabilities.get(i, []),
             "observation_tokens": [chat.decode([token]) for token in targets[i]],
         }
@@ -143,6 +147,13 @@ def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
         "length": len(episode.turns),
         "turns": turn_records,
     }
+
+
+def _mean(values: Values | None) -> float | None:
+    """Return the mean of an array; None if it is None or empty."""
+    if values is None or not len(values):
+        return None
+    return sum(values.tolist()) / len(values)
 
 
 def _submit_predictions(run: "Run", contexts: list[list[int]], targets: list[list[int]]) -> None:
@@ -163,13 +174,13 @@ def _token_probabilities(
 ) -> dict[int, list[float]]:
     """Return the probability of each target token by turn, for targets that are not empty."""
     turns = [i for i, target in enumerate(targets) if target]
-    samples = [Sample(0, i, 0, contexts[i], targets[i]) for i in turns]
+    samples = [Sample(0, i, 0, as_ids(contexts[i]), as_ids(targets[i])) for i in turns]
     scored = log_probs(
         run.policy, samples, Packing.of(run.config.optim, run.policy), temperature=1.0
     )
     probabilities: dict[int, list[float]] = {}
     for row, i in enumerate(turns):
-        token_logps = scored[row][0]
+        token_logps = scored[row][0].tolist()
         probabilities[i] = [round(math.exp(logp), 4) for logp in token_logps]
     return probabilities
 

@@ -12,7 +12,7 @@ from paw.rollouts.continuation import add_result
 from paw.rollouts.guard import CheckedEnv, make_threads
 from paw.rollouts.text.chat import Chat, Context
 from paw.rollouts.text.marks import conversation
-from paw.types import Outcome, Reply, Sample, Task, Turn
+from paw.types import Ids, Outcome, Reply, Sample, Task, Turn, as_ids, no_values
 
 MAX_FAILED = 100
 """Most games in a row that may fail before their first turn. One more ends expert play."""
@@ -152,9 +152,9 @@ def example(
             prompt_ids = chat.conversation_ids(conversation(prompt), list(tools))
         outcome = Outcome(observation, 0.0, done=False, won=False)
         turn = Turn(
-            prompt_ids=prompt_ids,
-            response_ids=chat.response_ids(response),
-            sampled_logp=[],
+            prompt_ids=as_ids(prompt_ids),
+            response_ids=as_ids(chat.response_ids(response)),
+            sampled_logp=no_values(),
             entropy=None,
             prompt="",
             response=response,
@@ -170,13 +170,13 @@ def example(
         group=0,
         trajectory=0,
         step=0,
-        prompt_ids=prompt_ids,
+        prompt_ids=turn.prompt_ids,
         response_ids=turn.response_ids,
         separator_ids=separator_ids(turn, chat),
-        observation_ids=chat.observation_ids(turn.observation, config.wm.max_tokens),
+        observation_ids=as_ids(chat.observation_ids(turn.observation, config.wm.max_tokens)),
     )
 
 
-def separator_ids(turn: Turn, chat: Chat) -> list[int]:
+def separator_ids(turn: Turn, chat: Chat) -> Ids:
     """Return the tokens between a turn's response and observation, else the chat template's."""
-    return chat.separator_ids if turn.separator_ids is None else turn.separator_ids
+    return as_ids(chat.separator_ids) if turn.separator_ids is None else turn.separator_ids

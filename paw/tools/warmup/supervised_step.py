@@ -3,15 +3,17 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from paw.algo.device import to_device
 from paw.algo.loss import TokenBatch, ce, joint, joint_loss
 from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches
 from paw.model.optim import set_learning_rate
 from paw.model.policy import Policy
-from paw.types import Sample
+from paw.types import Ids, Sample, no_ids
 
 LOSS = joint(ce, ce)
 """Cross-entropy of answers and of observations."""
@@ -65,13 +67,14 @@ def step(
 
 
 class _WeightedRow(NamedTuple):
-    """A row cut into context and target tokens. The lists have one entry for each target token."""
+    """A row cut into context and target tokens. The arrays have an entry for each target token."""
 
     sample: Sample
     """Its `prompt_ids` are the context, its `response_ids` the target tokens."""
-    weights: list[float]
-    """Weights of the tokens' negative log-likelihoods in the loss."""
-    is_answer: list[bool]
+    weights: np.ndarray
+    """[n] float32: weights of the tokens' negative log-likelihoods in the loss."""
+    is_answer: np.ndarray
+    """[n] bool."""
 
 
 def _weighted_rows(
@@ -87,9 +90,12 @@ def _weighted_rows(
     With `answers_only` the targets are the answers. Otherwise they are all tokens except the first,
     which nothing can predict because nothing precedes it.
     """
-    continuations = []
+    continuations: list[Ids] = []
     for row in rows:
-        continuations.append(row.separator_ids + row.observation_ids if observations else [])
+        continuation = no_ids()
+        if observations:
+            continuation = np.concatenate([row.separator_ids, row.observation_ids])
+        continuations.append(continuation)
 
     # The answers' weights sum to 1 and those of the other tokens to lm_weight, over all rows.
     answer_tokens = sum(len(row.response_ids) for row in rows)
@@ -102,8 +108,8 @@ def _weighted_rows(
     for row, continuation in zip(rows, continuations, strict=True):
         answer = row.response_ids
         context = row.prompt_ids
-        before: list[int] = []
-        after: list[int] = []
+        before = no_ids()
+        after = no_ids()
         if not answers_only:
             context = row.prompt_ids[:1]
             before = row.prompt_ids[1:]
@@ -114,19 +120,17 @@ def _weighted_rows(
             trajectory=0,
             step=0,
             prompt_ids=context,
-            response_ids=before + answer + after,
+            response_ids=np.concatenate([before, answer, after]),
         )
-        weights = [other_weight] * len(before)
-        weights += [answer_weight] * len(answer)
-        weights += [other_weight] * len(after)
-        is_answer = [False] * len(before) + [True] * len(answer) + [False] * len(after)
+        is_answer = np.repeat([False, True, False], [len(before), len(answer), len(after)])
+        weights = np.where(is_answer, answer_weight, other_weight).astype(np.float32)
         weighted_rows.append(_WeightedRow(sample, weights, is_answer))
     return weighted_rows
 
 
 def _backward_fused_head(policy: Policy, rows: Sequence[_WeightedRow], packing: Packing) -> float:
     """Compute the gradients in micro-batches. Returns the answers' part of the loss."""
-    answer_loss = 0.0
+    answer_loss = torch.zeros((), dtype=torch.float64, device=policy.device)
     batches = micro_batches(
         [row.sample for row in rows],
         packing,
@@ -134,13 +138,10 @@ def _backward_fused_head(policy: Policy, rows: Sequence[_WeightedRow], packing: 
         device=policy.device,
     )
     for batch in batches:
-        weights: list[float] = []
-        flags: list[bool] = []
-        for index in batch.indices:
-            weights += rows[index].weights
-            flags += rows[index].is_answer
-        weight = torch.tensor(weights, device=policy.device)
-        is_answer = torch.tensor(flags, dtype=torch.bool, device=policy.device)
+        batch_rows = [rows[index] for index in batch.indices]
+        weights = np.concatenate([row.weights for row in batch_rows])
+        is_answer = np.concatenate([row.is_answer for row in batch_rows])
+        weight, answer_index = to_device([weights, np.flatnonzero(is_answer)], policy.device)
 
         zero = torch.zeros_like(weight)
         tokens = TokenBatch(
@@ -152,21 +153,20 @@ def _backward_fused_head(policy: Policy, rows: Sequence[_WeightedRow], packing: 
         )
         out = joint_loss(policy, batch, tokens, LOSS, temperature=1.0)
         out.loss.backward()
-        answer_loss += float(out.token_loss[is_answer].sum())
-    return answer_loss
+        answer_loss += out.token_loss[answer_index].sum()
+    return float(answer_loss)
 
 
 def _backward_full_logits(policy: Policy, rows: Sequence[_WeightedRow]) -> float:
     """Compute the gradients of all rows at once. Returns the answers' part of the loss."""
     longest = max(len(row.weights) for row in rows)
-    weights = []
-    flags = []
-    for row in rows:
-        padding = longest - len(row.weights)
-        weights.append(row.weights + [0.0] * padding)
-        flags.append(row.is_answer + [False] * padding)
-    weight = torch.tensor(weights)
-    is_answer = torch.tensor(flags, dtype=torch.bool)
+    weights = np.zeros((len(rows), longest), np.float32)
+    flags = np.zeros((len(rows), longest), np.bool_)
+    for i, row in enumerate(rows):
+        weights[i, : len(row.weights)] = row.weights
+        flags[i, : len(row.weights)] = row.is_answer
+    weight = torch.from_numpy(weights)
+    is_answer = torch.from_numpy(flags)
 
     token_loss = _negative_log_likelihood(policy, [row.sample for row in rows]) * weight
     token_loss.sum().backward()
@@ -178,9 +178,12 @@ def _negative_log_likelihood(policy: Policy, samples: Sequence[Sample]) -> Tenso
 
     The quickstart model's small vocabulary makes their memory affordable.
     """
-    rows = [sample.prompt_ids + sample.response_ids for sample in samples]
+    rows = [np.concatenate([sample.prompt_ids, sample.response_ids]) for sample in samples]
     longest = max(len(row) for row in rows)
-    input_ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    padded = np.zeros((len(rows), longest), np.int64)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    input_ids = torch.from_numpy(padded)
     hidden = policy.hidden(input_ids.flatten(), [longest] * len(rows)).view(*input_ids.shape, -1)
     logits = hidden[:, :-1] @ policy.head_weight.T
     log_probs = torch.log_softmax(logits, -1)

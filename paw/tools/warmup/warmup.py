@@ -413,4 +413,5 @@ def _batches(factory: EnvFactory, chat: Chat, config: Config) -> Iterator[list[S
 
 def _length(row: Sample) -> int:
     """Return the number of tokens of a row."""
-    return len(row.prompt_ids + row.response_ids + row.separator_ids + row.observation_ids)
+    parts = (row.prompt_ids, row.response_ids, row.separator_ids, row.observation_ids)
+    return sum(map(len, parts))
