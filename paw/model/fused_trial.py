@@ -11,7 +11,6 @@ compiler may hang, crash or take all memory, and Liger may replace what it likes
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,8 +67,6 @@ class Verdict:
     """The largest error as a share of the allowed one. Up to 1 is right. NaN if a result is NaN."""
     worst: str
     """The result with that error."""
-    seconds: float
-    """Time of the passes through fused layers, compilation included."""
 
 
 Results = dict[str, Tensor]
@@ -90,17 +87,14 @@ def judge(request: Request) -> Verdict:
     if request.dtype != "float32":
         exact = run_passes(make_policy(request, exact=True))
 
-    start = time.monotonic()
     policy = make_policy(request)
     if request.liger:
         apply_liger(policy.lm)
     if request.compiled:
         compile_layers(policy.lm)
     fused = run_passes(policy)
-    seconds = time.monotonic() - start
-
     share, worst = largest_error(fused, eager, exact, FLOOR[request.dtype])
-    return Verdict(share=share, worst=worst, seconds=round(seconds, 1))
+    return Verdict(share=share, worst=worst)
 
 
 def make_policy(request: Request, *, exact: bool = False) -> Policy:
@@ -109,14 +103,12 @@ def make_policy(request: Request, *, exact: bool = False) -> Policy:
     Every call gives the same weights, rounded to the dtype of the forward pass.
     """
     device = torch.device(request.device)
-    dtype = DTYPES[request.dtype]
     torch.manual_seed(0)
     with device:
         lm = AutoModelForCausalLM.from_config(
             small_config(request.path), dtype=torch.float32, attn_implementation="sdpa"
         )
     _randomise_vectors(lm)
-    # Weights are on the device, except adapters, which `add_adapters` puts beside them.
     policy = Policy(
         lm,
         dtype="float32" if exact else request.dtype,
@@ -128,13 +120,11 @@ def make_policy(request: Request, *, exact: bool = False) -> Policy:
     if request.lora:
         add_adapters(lm, LoraConfig(**request.lora), seed=0)
         _randomise_adapters(lm)
-    stored = torch.float32 if exact else DTYPES[request.weights]
     for parameter in lm.parameters():
-        parameter.data = parameter.data.to(dtype)
-        if not (request.lora and parameter.requires_grad):
-            parameter.data = parameter.data.to(stored)
-        else:
-            parameter.data = parameter.data.float()
+        rounded = parameter.data.to(DTYPES[request.dtype])
+        is_adapter = request.lora is not None and parameter.requires_grad
+        stored = torch.float32 if exact or is_adapter else DTYPES[request.weights]
+        parameter.data = rounded.to(stored)
     policy.device = device
     return policy
 
