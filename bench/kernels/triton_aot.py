@@ -65,7 +65,7 @@ CASES = {
     ],
     "sm_100": [{}, {"gradients": False}, QWEN, SHALLOW, {"D": 64}, FLOAT32, GEMMA],
     "sm_89": [{}, FLOAT32],
-    "sm_120": [{}, QWEN, FLOAT32, GEMMA],
+    "sm_120": [{}, FLOAT32],
 }
 """By architecture. D = 4095 rules tensor descriptors out."""
 CAPABILITY = {"sm_80": 80, "sm_89": 89, "sm_90": 90, "sm_100": 100, "sm_120": 120}
