@@ -243,3 +243,9 @@ def test_a_trial_that_fails_or_takes_too_long_is_a_fault(tmp_path):
     request = make_request(tmp_path, parent=fused.os.getpid())
     assert fault_of(request, limit_s=0.01) == "no result of the trial in 0.01 s"
     assert fault_of(request).startswith("the trial failed (")
+
+
+@pytest.mark.parametrize("key", ["model.compile", "model.liger"])
+def test_a_value_that_is_none_of_the_three_is_named(key):
+    with pytest.raises(UserError, match=rf"{key}.*sometimes"):
+        load("quickstart", {key: "sometimes"})
