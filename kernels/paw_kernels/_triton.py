@@ -321,6 +321,9 @@ def tiles_for(
 
     if softcap is not None:
         tiles = tiles._replace(cols=min(tiles.cols, 128), specialize=False)
+    if arch == "sm_100" and D <= tiles.depth and not tiles.specialize:
+        # Without a loop over the depth the compiler pipelines whole tiles, and wider ones spill.
+        tiles = tiles._replace(cols=min(tiles.cols, 128))
 
     aligned_bytes = (weight.data_ptr(), element * weight.stride(0), element * D)
     describable = weight.stride(1) == 1 and all(count % 16 == 0 for count in aligned_bytes)
