@@ -321,7 +321,7 @@ def tiles_for(
 
     if softcap is not None:
         tiles = tiles._replace(cols=min(tiles.cols, 128), specialize=False)
-    if arch == "sm_100" and D <= tiles.depth and not tiles.specialize:
+    if arch == "sm_100" and tiles.depth >= D and not tiles.specialize:
         # Without a loop over the depth the compiler pipelines whole tiles, and wider ones spill.
         tiles = tiles._replace(cols=min(tiles.cols, 128))
 
