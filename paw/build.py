@@ -30,6 +30,7 @@ from paw.model.check import check_path, longest_row
 from paw.model.critic import Critic, load_critic
 from paw.model.dtype import training_dtype
 from paw.model.folder import copy_to_this_machine
+from paw.model.fused import choose_layers
 from paw.model.loading import load_policy, load_tokenizer
 from paw.model.lora import add_adapters, check_targets
 from paw.model.optim import make_optimizer
@@ -80,7 +81,7 @@ class Parts:
     """The model's folder on this machine, or its Hugging Face name."""
     info: dict[str, Any]
     """For run.json: start (the model it began from), the dtype of its computations, the backend of
-    the head, warmup_s."""
+    the head, how the layers are computed, warmup_s."""
 
 
 class Kernels(NamedTuple):
@@ -141,7 +142,7 @@ def check_extras(config: Config, device: torch.device) -> None:
     find_engine(config.engine.type)
     if config.lora.rank:
         needed("peft", "lora.rank", "lora")
-    if config.model.liger:
+    if config.model.liger is True:
         import_liger(device)
 
 
@@ -190,6 +191,10 @@ def build(
     warmup_s = round(time.monotonic() - warmup_start, 1)
     path = copy_to_this_machine(start, ranks) if ranks.world_size > 1 else start
 
+    layers, lines = choose_layers(config, path, device, attention=kernels.attention, ranks=ranks)
+    for line in lines:
+        message(line)
+
     adapters = _sent_adapters(config, find_engine(config.engine.type))
     started = _start_engine(config, path, device, ranks, adapters, stack)
     tokenizer = ranks.run_on_all(lambda: load_tokenizer(path))
@@ -197,7 +202,7 @@ def build(
 
     models = _load_models(config, path, device, kernels, ranks)
     _send_buffers(models.distinct, ranks)
-    if config.model.liger:
+    if layers.liger:
         for model in models.distinct:
             apply_liger(model.lm)
     engine = make_engine(
@@ -214,7 +219,7 @@ def build(
     stack.callback(engine.close)
     if config.lora.rank:  # after the engine has copied what it needs
         add_adapters(models.policy.lm, config.lora, seed=config.run.seed)
-    _compile_and_shard(config, models, ranks)
+    _compile_and_shard(config, models, ranks, compiled=layers.compiled)
     check_path(models.policy, path)
 
     packing = Packing.of(config.optim, models.policy, rank=ranks.rank, world_size=ranks.world_size)
@@ -236,6 +241,7 @@ def build(
             "start": start,
             "dtype": config.model.dtype,
             "backend": kernels.head_backend,
+            "layers": str(layers),
             "warmup_s": warmup_s,
         },
     )
@@ -351,10 +357,10 @@ def _send_buffers(models: Sequence[Policy], ranks: Ranks) -> None:
         ranks.broadcast(buffer, 0)
 
 
-def _compile_and_shard(config: Config, models: Models, ranks: Ranks) -> None:
+def _compile_and_shard(config: Config, models: Models, ranks: Ranks, *, compiled: bool) -> None:
     ranks_of_a_copy = {"none": 1, "node": ranks.on_host}.get(config.model.shard)
     for model in models.distinct:
-        if config.model.compile:
+        if compiled:
             compile_layers(model.lm)
         is_reference = model is models.reference and model is not models.policy
         ranks.shard(

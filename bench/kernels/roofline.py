@@ -7,17 +7,20 @@ bench/kernels/must.py reads the model, too.
 A pass is a list of terms, each with its floating-point operations, the bytes it must move and the
 times the host waits. Two machines bound what one real machine will do:
 
-    best      every matmul at cuBLAS's rate, its bytes hidden behind its arithmetic
-    cautious  the fused logits matmul at 90 % of that rate, its epilogue at half of the instructions a cycle, and bytes
-              written by a matmul's epilogue not hidden
+    best      torch's matmuls at cuBLAS's rate and Triton's at its own, their bytes hidden behind their arithmetic
+    cautious  Triton's matmul at 90 % of its rate, its epilogue at half of the instructions a cycle, and bytes written
+              by a matmul's epilogue not hidden
 
 The epilogue of the fused matmul has as many instructions whatever D is, and the tensor cores idle
 meanwhile: 3 % of a tile's time at D 4,096 and 14 % at 896. What the host takes to start every
 operation is the least that a pass takes.
 
+The backend `cuda` multiplies by cuBLAS, but stores its logits in float32 and reads them twice.
+
 Rates are ceilings read elsewhere on an H200 (bf16 product of 8,192^3 random numbers: 769 to 798
-TFLOP/s; copy, bytes read plus written: 4.3 TB/s), not measurements of this code; 90 %, a half, the
-wait and the launch are assumptions.
+TFLOP/s; copy, bytes read plus written: 4.3 TB/s), not measurements of this code. Triton's rates, 620
+TFLOP/s on an H100 or H200 and 1,300 on a B200, 90 %, a half, the wait and the launch are
+assumptions.
 """
 
 import csv
@@ -35,21 +38,16 @@ from bench.kernels.problem import HEADS
 PREDICTED = RESULTS / "kernels_predicted.csv"
 CHUNK_BYTES = 1440 << 20
 """Limit of a chunk in paw_kernels._triton, with gradients."""
+ROOMY_BYTES = 2400 << 20
+"""The same in paw_kernels._rows, with eight times as much free memory."""
 STATISTICS_BYTES = 96 << 20
-"""The same without gradients."""
+"""Limit of a chunk in paw_kernels._triton, without gradients."""
 TILE_ROWS, TILE_COLS = 128, 256
 TILE_BYTES = 16
 """Statistics that a row leaves in each tile of the vocabulary."""
-TILE_INSTRUCTIONS = 1307
-"""Of each warp on a tile, beside its products: bench/results/triton_aot.csv, sm_90, bfloat16,
-128,256 x 4,096."""
 TILE_WARPS = 8
 SCHEDULERS = 4
-"""Warp schedulers of a multiprocessor of an H100 or H200."""
-PROCESSORS = 132
-"""Multiprocessors of an H100 or H200."""
-GHZ = 1.755
-"""Clock of an H100 or H200 under load."""
+"""Warp schedulers of a multiprocessor."""
 LAUNCHES = 20
 """Operations of torch in a call, beside those of its chunks: at most what
 tests/kernels/test_token_loss.py allows."""
@@ -64,8 +62,15 @@ class Machine:
     name: str
     tflops: float = 790.0
     gb_s: float = 4300.0
-    fused: float = 1.0
-    """Rate of a matmul with an epilogue of its own, over cuBLAS's, while it multiplies."""
+    triton_tflops: float = 620.0
+    """Rate of Triton's matmul while it multiplies. Assumed: it does not reach cuBLAS's."""
+    processors: int = 132
+    """Multiprocessors."""
+    ghz: float = 1.755
+    """Clock under load."""
+    tile_instructions: int = 1307
+    """Of each warp on a tile, beside its products: bench/results/triton_aot.csv, bfloat16,
+    128,256 x 4,096."""
     issue: float = 1.0
     """Instructions that each scheduler starts a cycle during such an epilogue."""
     overlap: bool = True
@@ -78,7 +83,20 @@ class Machine:
 
 
 BEST = Machine("best")
-CAUTIOUS = Machine("cautious", fused=0.9, issue=0.5, overlap=False)
+CAUTIOUS = Machine("cautious", triton_tflops=0.9 * 620.0, issue=0.5, overlap=False)
+LIGER_B200_TFLOPS = 1463.0
+"""Rate that Liger publishes for its CuTe head on a B200."""
+B200 = Machine(
+    "B200",
+    tflops=LIGER_B200_TFLOPS,
+    gb_s=0.9 * 8000.0,
+    triton_tflops=1300.0,
+    processors=148,
+    ghz=1.8,
+    tile_instructions=1092,
+)
+"""All of it is assumed: that cuBLAS is as fast as Liger's whole head, 90 % of the data sheet's bytes
+per second, Triton's rate and the clock."""
 
 
 class Term(NamedTuple):
@@ -90,14 +108,17 @@ class Term(NamedTuple):
     """Bytes that an epilogue writes, and those that it reads again to add to."""
     waits: int = 0
     tiles: int = 0
-    """Tiles of a fused matmul on the multiprocessor that has the most of them."""
+    """Tiles of a matmul with an epilogue of its own."""
     launches: int = 0
+    by_triton: bool = False
+    """Whether Triton multiplies, not cuBLAS."""
 
     def ms(self, machine: Machine) -> float:
-        rate = machine.fused if self.tiles else 1.0
-        arithmetic = self.flops / (machine.tflops * 1e9 * rate)
-        instructions = self.tiles * TILE_INSTRUCTIONS * TILE_WARPS
-        arithmetic += instructions / (SCHEDULERS * machine.issue * GHZ * 1e6)
+        tflops = machine.triton_tflops if self.by_triton else machine.tflops
+        arithmetic = self.flops / (tflops * 1e9)
+        most_tiles = ceil_div(self.tiles, machine.processors)  # of one multiprocessor
+        instructions = most_tiles * machine.tile_instructions * TILE_WARPS
+        arithmetic += instructions / (SCHEDULERS * machine.issue * machine.ghz * 1e6)
         read = self.read / (machine.gb_s * 1e6)
         written = self.written / (machine.gb_s * 1e6)
         waiting = self.waits * machine.wait_us / 1e3
@@ -163,7 +184,8 @@ def paw(
             flops=2 * n * D * V,
             read=2 * (n * D + V * D),
             written=logits_bytes + statistics * n,
-            tiles=ceil_div(tiles, PROCESSORS),
+            tiles=tiles,
+            by_triton=True,
         )
         terms.append(logits)
         terms.append(Term("merge", read=statistics * n))
@@ -195,6 +217,48 @@ def paw(
     return terms
 
 
+def paw_cuda(T: int, D: int, V: int, live: float) -> list[Term]:
+    """The same by the backend `cuda`: cuBLAS's logits in float32, then one operation on the rows for
+    the statistics, and one that reads them again and writes dL/dz in bf16."""
+    sizes = chunks(T, cuda_chunk_rows(T, V))
+    terms = [Term("wait", launches=LAUNCHES)]
+    for i, n in enumerate(sizes):
+        L = live * n
+        if len(sizes) == 1:
+            dw_bytes = 2
+        elif i == 0:
+            dw_bytes = 4
+        else:
+            dw_bytes = 8
+        terms += [
+            Term("logits", flops=2 * n * D * V, read=2 * (n * D + V * D), written=4 * n * V),
+            Term("merge", read=4 * n * V),
+            Term("wait", waits=1, launches=CHUNK_LAUNCHES),
+            Term("gradient", read=4 * L * V, written=2 * L * V),
+            Term("d_hidden", flops=2 * L * D * V, read=2 * (L * V + V * D), written=2 * L * D),
+            Term("copies", read=4 * L * D, written=4 * L * D),
+            Term(
+                "d_weight", flops=2 * L * D * V, read=2 * (L * V + L * D), written=dw_bytes * V * D
+            ),
+        ]
+    terms += [Term("copies", written=2 * T * D), Term("wait", waits=1)]
+    if len(sizes) > 1:
+        terms.append(Term("cast", read=4 * V * D, written=2 * V * D))
+    return terms
+
+
+def cuda_chunk_rows(T: int, V: int) -> int:
+    """Rows of a chunk of paw_kernels._rows on a GPU with much free memory."""
+    number_of_chunks = ceil_div(T, max(1, ROOMY_BYTES // (4 * V)))
+    return ceil_div(T, number_of_chunks)
+
+
+def fastest(T: int, D: int, V: int, live: float, machine: Machine) -> list[Term]:
+    """The terms of our backend that is predicted to be the faster one on a machine."""
+    backends = [paw(T, D, V, live), paw_cuda(T, D, V, live)]
+    return min(backends, key=lambda terms: total(terms, machine))
+
+
 class PeerModel(NamedTuple):
     """Three dense passes, or four if the logits are computed twice."""
 
@@ -207,6 +271,8 @@ class PeerModel(NamedTuple):
     """Bytes of an element of dW while it grows."""
     scale: bool
     """dW and dX are multiplied by the upstream gradient in a pass of their own."""
+    by_triton: bool = False
+    """Whether its matmuls are Triton's, not cuBLAS's or CUTLASS's."""
 
 
 PEERS = {
@@ -214,10 +280,10 @@ PEERS = {
     # twice and writes.
     "naive": PeerModel(False, 0, 2 * (3 + 1 + 5), 2, False),
     "naive_fp32": PeerModel(False, 0, 4 * (3 + 1 + 5) + 2 * 6, 2, False),  # and the casts
-    "quack": PeerModel(False, 4096, 4, 4, False),  # the pipeline that QUACK_MS was measured with
+    "quack": PeerModel(False, 4096, 4, 4, False),  # the pipeline before that of 16.78 ms
     "liger_cute": PeerModel(False, 0, 4, 2, False),
     "liger_triton": PeerModel(False, -1, 6, 2, True),
-    "cut_cross_entropy": PeerModel(True, 0, 0, 2, False),
+    "cut_cross_entropy": PeerModel(True, 0, 0, 2, False, by_triton=True),
     "prime_rl_style": PeerModel(True, 8192, 100, 2, False),
 }
 """Read from their sources (see bench/kernels/peers.py); a floor, since their kernels need not reach
@@ -236,7 +302,13 @@ def peer(name: str, T: int, D: int, V: int) -> list[Term]:
     terms = []
     for i, n in enumerate(chunks(T, size)):
         stored = 2 * n * V if model.bytes_per_logit else 0
-        logits = Term("logits", flops=2 * n * D * V, read=2 * (n * D + V * D), written=stored)
+        logits = Term(
+            "logits",
+            flops=2 * n * D * V,
+            read=2 * (n * D + V * D),
+            written=stored,
+            by_triton=model.by_triton,
+        )
         terms.append(logits)
         if model.recompute:
             terms.append(logits)
@@ -246,9 +318,19 @@ def peer(name: str, T: int, D: int, V: int) -> list[Term]:
         half_moved = model.bytes_per_logit * n * V / 2
         terms += [
             Term("gradient", read=half_moved, written=half_moved),
-            Term("d_hidden", flops=2 * n * D * V, read=2 * V * D + stored, written=2 * n * D),
             Term(
-                "d_weight", flops=2 * n * D * V, read=2 * n * D + stored, written=dw_bytes * V * D
+                "d_hidden",
+                flops=2 * n * D * V,
+                read=2 * V * D + stored,
+                written=2 * n * D,
+                by_triton=model.by_triton,
+            ),
+            Term(
+                "d_weight",
+                flops=2 * n * D * V,
+                read=2 * n * D + stored,
+                written=dw_bytes * V * D,
+                by_triton=model.by_triton,
             ),
         ]
     if model.scale:
@@ -262,8 +344,14 @@ def paw_memory(T: int, D: int, V: int) -> dict[str, float]:
     That sum is in float32, or in bf16 if there is only one chunk: then it is the result.
     """
     n = chunk_rows(T, D, V)
-    several_chunks = n < T
-    chunk = n * (TILE_BYTES * ceil_div(V, TILE_COLS) + 2 * V + 6 * D) / GIB
+    row_bytes = TILE_BYTES * ceil_div(V, TILE_COLS) + 2 * V + 6 * D
+    return step_memory(T, D, V, rows=n, chunk_bytes=n * row_bytes)
+
+
+def step_memory(T: int, D: int, V: int, *, rows: int, chunk_bytes: int) -> dict[str, float]:
+    """As `paw_memory`, for any backend: its chunks have that many rows and bytes."""
+    several_chunks = rows < T
+    chunk = chunk_bytes / GIB
     d_hidden = 2 * T * D / GIB
     # dW in bf16, allocated when the last chunk is freed.
     cast = 2 * V * D / GIB if several_chunks else 0
@@ -301,6 +389,8 @@ def predictions() -> Iterator[dict[str, object]]:
         for live in (0.4, 0.1):
             yield paw_case(head, T, live=live, dead="found", backward=True)
             yield paw_case(head, T, live=live, dead="known", backward=True)
+        for live in (1.0, 0.4, 0.1):
+            yield cuda_case(head, T, live=live)
 
         D, V = HEADS[head]
         for name in PEERS:
@@ -323,6 +413,21 @@ def paw_case(head: str, T: int, *, live: float, dead: str, backward: bool) -> di
     if backward:
         gib = paw_memory(forward_rows, D, V)
         row["peak_mib"] = f"{1024 * (gib['peak'] + gib['total']):.0f}"
+    return row
+
+
+def cuda_case(head: str, T: int, *, live: float) -> dict[str, object]:
+    """The row of the backend `cuda`, forward + backward; the forward finds the dead rows."""
+    D, V = HEADS[head]
+    dead = "" if live == 1 else "found"
+    row = case(
+        (head, T, D, V, live, dead, "paw[cuda]", "forward + backward"),
+        paw_cuda(T, D, V, live),
+        matmul_bound(T, D, V, live),
+    )
+    n = cuda_chunk_rows(T, V)
+    gib = step_memory(T, D, V, rows=n, chunk_bytes=n * (4 * V + 6 * D))
+    row["peak_mib"] = f"{1024 * (gib['peak'] + gib['total']):.0f}"
     return row
 
 

@@ -19,9 +19,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import ROOT
+from bench.trainer.elementwise import counted_traffic
 from paw import cli
 from paw.config.recipe import validate
-from paw.tools.plan.plan import Plan, Play
+from paw.tools.plan.elementwise import fused_traffic
+from paw.tools.plan.plan import CARDS, MFU, STREAMED, Plan, Play
 from paw.tools.plan.shapes import SHAPES
 
 MEMORY = ROOT / "docs" / "memory.md"
@@ -127,6 +129,26 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def traffic_table() -> str:
+    """The Markdown table of docs/memory.md about traffic between matrix products."""
+    flops, memory_rate, _ = CARDS[80]
+    lines = [
+        "| model | eager layers, MB a token (counted) | fused, at least (estimated) | "
+        "eager update on an H100 (predicted) |",
+        "|---|---|---|---|",
+    ]
+    for model in ("Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"):
+        shape = SHAPES[model]
+        ways = (counted_traffic(shape), fused_traffic(shape))
+        eager, fused = (shape.layers * (way.forward + way.backward) for way in ways)
+        fused_s = 6 * shape.layers * shape.active_layer / (flops * MFU)
+        eager_s = fused_s + (eager - fused) / (STREAMED * memory_rate)
+        lines.append(
+            f"| {model} | {eager / 1e6:.1f} | {fused / 1e6:.1f} | {eager_s / fused_s:.2f} x fused |"
+        )
+    return "\n".join(lines)
+
+
 def conclusion_of(command: str) -> str:
     """The last paragraph that a `paw plan` command prints: what comes after its tables."""
     with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -136,9 +158,11 @@ def conclusion_of(command: str) -> str:
 
 
 def memory_page(text: str) -> str:
+    """Renews the tables between the page's marks: of time, then of traffic."""
+    tables = iter([table(), traffic_table()])
     return re.sub(
         r"(<!-- python bench/trainer/plan_pages.py -->\n).*?(<!-- end -->)",
-        lambda match: f"{match[1]}\n{table()}\n\n{match[2]}", text, flags=re.DOTALL,
+        lambda match: f"{match[1]}\n{next(tables)}\n\n{match[2]}", text, flags=re.DOTALL,
     )  # fmt: skip
 
 

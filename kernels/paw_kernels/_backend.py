@@ -14,6 +14,14 @@ from paw_kernels._head import MakeRows
 
 BACKENDS = ("triton", "cuda", "cpu", "torch")
 """All backends. `best_backend` chooses the one for "auto"."""
+REFUSED = {
+    "quack": (
+        "the fused epilogue of quack-kernels (scaled_exp_target_epi, read in 0.6.5) lacks the sum "
+        "of e x, from which the entropy and its gradient are formed, and temperature, bias and "
+        "soft cap; its loss weights all tokens alike; use backend='triton'"
+    )
+}
+"""Kernels of others that cannot form our gradient, and why (docs/kernels.md)."""
 
 
 def resolve(backend: str, hidden: Tensor, weight: Tensor) -> MakeRows:
@@ -75,9 +83,7 @@ def order(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     if dtype == torch.float32:
         return "cuda", "torch"
     major, _ = torch.cuda.get_device_capability(device)
-    if major == 10:
-        return "cuda", "torch"
-    if major == 9:
+    if major in (9, 10):
         return "cuda", "triton", "torch"
     return "triton", "cuda", "torch"
 
@@ -109,8 +115,9 @@ def fault_of_backend(
 ) -> str | None:
     """Compare a tiny pass of compiled GPU kernels with plain torch. Returns the fault, or None.
 
-    `shape` is the head's (V, D). The pass uses a smaller V that ends like the full one. It runs
-    once per process, and takes seconds if kernels must be compiled, else milliseconds.
+    `shape` is the head's (V, D). The pass uses a smaller V that ends like the full one, in one
+    chunk and in two, so that gradients are summed over chunks too. It runs once per process, and
+    takes seconds if kernels must be compiled, else milliseconds.
     """
     if backend not in ("triton", "cuda"):
         return None
@@ -131,6 +138,8 @@ def why_not_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 
     Raises ValueError if the name is unknown.
     """
+    if backend in REFUSED:
+        return REFUSED[backend]
     if backend not in BACKENDS:
         raise ValueError(
             f"backend={backend!r} is unknown; known backends: {', '.join(['auto', *BACKENDS])}"

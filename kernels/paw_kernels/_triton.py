@@ -43,8 +43,9 @@ class Tiles(NamedTuple):
     flatten: bool = True
     """Whether one loop covers tiles and depth, so that the next tile loads during the epilogue."""
     specialize: bool = False
-    """Whether loads, products and epilogue each have their own warps. Only for sm_100 (it does not
-    compile on sm_90)."""
+    """Whether loads, products and epilogue each have their own warps (warp_specialize). Only for
+    sm_100: it does not compile on sm_90. No table has it, because no GPU has run it: only tiles that
+    `paw doctor --kernels` has found right and fast turn it on."""
     group: int = 16
     """Number of row tiles that share a tile of the weight in the L2 cache."""
     span: int = 4096
@@ -55,7 +56,7 @@ _POINTERS = {"halves": False, "tma": False, "flatten": False, "specialize": Fals
 TILES = {
     ("sm_80", 2): Tiles(128, 256, 64, 8, 4, **_POINTERS),
     ("sm_90", 2): Tiles(128, 256, 64, 8, 4),
-    ("sm_100", 2): Tiles(128, 256, 64, 8, 3, halves=False, flatten=False, specialize=True),
+    ("sm_100", 2): Tiles(128, 256, 64, 8, 3, halves=False, flatten=False),
     ("other", 2): Tiles(128, 128, 64, 8, 3, **_POINTERS),
     ("sm_80", 4): Tiles(64, 128, 32, 8, 3, **_POINTERS),
     ("sm_90", 4): Tiles(128, 128, 32, 8, 4),
@@ -69,8 +70,8 @@ not yet timed. 128 x 256 has the arithmetic per loaded byte that tensor cores ne
 fill half the registers of 8 warps. Among tiles that fit in shared memory and spill almost nothing,
 the table takes those with the most loads in flight. On sm_90, `flatten` keeps wgmma asynchronous
 and loads the next tile during the epilogue. On sm_100, it doubles the epilogue's code and spills.
-There, `specialize` keeps the sums of two tiles in tensor memory, so that one grows while the other
-is read. float32 takes smaller tiles, because each operand is split in two. "other" is for 99 KiB of
+There, `specialize` would keep the sums of two tiles in tensor memory, so that one grows while the
+other is read. float32 takes smaller tiles, because each operand is split in two. "other" is for 99 KiB of
 shared memory."""
 
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -89,11 +90,11 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
         {"tma": False, "flatten": False},
     ),
     "sm_100": (
-        {"group": 8},
-        {"cols": 128, "stages": 4},
-        {"specialize": False},
-        {"specialize": False, "halves": True, "stages": 4},
-        {"specialize": False, "cols": 128, "stages": 5},
+        {"specialize": True},
+        {"specialize": True, "group": 8},
+        {"specialize": True, "cols": 128, "stages": 4},
+        {"halves": True, "stages": 4},
+        {"cols": 128, "stages": 5},
     ),
     "other": (
         {"cols": 64},
@@ -115,12 +116,15 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
 They are compiled ahead of time, like the table.
 """
 
+SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "other": 99}
+"""Shared memory that a block may have, by architecture. The interpreter has no limit."""
+
 TUNED: dict[tuple[int, int, int], Tiles] = {}
 """Tiles by V, D and bytes of an element. They take precedence over measured tiles and the table."""
 
 NCCL_PROCESSORS = 16
-"""Multiprocessors that the forward kernel leaves to collectives of a process group. This is
-assumed, not measured."""
+"""Multiprocessors that the forward kernel leaves to a process group's collectives, while these may
+be in flight (`_collectives_may_run`). This is assumed, not measured."""
 
 _MERGE_ROWS = 32
 """Rows of one program of the merge kernel: few, so that each multiprocessor gets a program."""
@@ -299,6 +303,7 @@ def tiles_for(
 
     They are smaller and use pointers if tensor descriptors cannot describe the weight. They are
     also smaller with a soft cap, whose arithmetic would spill beside the sums of 128 x 256 logits.
+    Raises ValueError if tuned or measured tiles need more shared memory than the GPU has.
     """
     if arch is None:
         capability = None
@@ -312,15 +317,34 @@ def tiles_for(
     if time and time.tiles:
         tiles = Tiles(**time.tiles)
     tiles = TUNED.get((V, D, element), tiles)
+    _check_shared_memory(tiles, element, arch)
 
     if softcap is not None:
         tiles = tiles._replace(cols=min(tiles.cols, 128), specialize=False)
+    if arch == "sm_100" and tiles.depth >= D and not tiles.specialize:
+        # Without a loop over the depth the compiler pipelines whole tiles, and wider ones spill.
+        tiles = tiles._replace(cols=min(tiles.cols, 128))
 
     aligned_bytes = (weight.data_ptr(), element * weight.stride(0), element * D)
     describable = weight.stride(1) == 1 and all(count % 16 == 0 for count in aligned_bytes)
     if not describable:
         tiles = tiles._replace(cols=min(tiles.cols, 128), **_POINTERS)
     return tiles
+
+
+def _check_shared_memory(tiles: Tiles, element: int, arch: str) -> None:
+    """Raise ValueError if the loads in flight alone exceed the GPU's shared memory."""
+    if arch not in SHARED_KIB:
+        return
+    # Pointer loads put the newest stage into shared memory while the oldest is multiplied.
+    stages = tiles.stages - (not tiles.tma)
+    needed = stages * (tiles.rows + tiles.cols) * tiles.depth * element
+    if needed > SHARED_KIB[arch] * 1024:
+        raise ValueError(
+            f"tiles of {tiles.rows} x {tiles.cols} x {tiles.depth} in {tiles.stages} stages need "
+            f"{needed / 1024:.0f} KiB of shared memory, and this GPU has {SHARED_KIB[arch]} KiB for "
+            "a block; use smaller tiles or fewer stages"
+        )
 
 
 def candidates(capability: tuple[int, int] | None, size: int = 2) -> list[Tiles]:
@@ -383,10 +407,19 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 3
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if in_group and torch.distributed.get_world_size() > 1:
-        return count - NCCL_PROCESSORS
-    return count
+    return count - NCCL_PROCESSORS if _collectives_may_run() else count
+
+
+def _collectives_may_run() -> bool:
+    """Whether NCCL's kernels may run beside the head's: in a backward pass of several ranks.
+
+    FSDP and DDP send weights and gradients during the backward pass, and make the stream wait for
+    them at its end. In a forward pass the head comes last: FSDP has nothing left to gather.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and torch.distributed.get_world_size() > 1
 
 
 def _padded(V: int) -> int:

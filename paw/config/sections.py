@@ -173,18 +173,20 @@ class ModelConfig(Section):
     attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"
     """Attention over packed sequences (sdpa pads them). auto takes the first that works. All give
     the same log-probs."""
-    compile: bool = False
-    """torch.compile of every decoder layer."""
+    compile: Literal["auto"] | bool = "auto"
+    """torch.compile of every decoder layer. auto compiles on a GPU if a trial at the start of the
+    run shows the results and gradients of eager layers, and not with selective checkpointing, whose
+    choice compiled layers hide. true ends the run if the trial fails."""
     shard: Literal["world", "node", "none"] = "world"
     """Several ranks: how weights, gradients and moments are divided. world divides them among all
     ranks. node divides them among the ranks of a machine, with a copy on each machine. none gives
     every rank everything."""
-    liger: bool = False
-    """Liger's kernels for norms, rotary embedding and SwiGLU (the vocabulary head is always
-    PaW's)."""
-    head_backend: Literal["auto", "triton", "cuda", "cpu", "torch"] = "auto"
+    liger: Literal["auto"] | bool = "auto"
+    """Liger's kernels for norms, rotary embedding and SwiGLU (the vocabulary head is always PaW's),
+    with the same trial. auto takes them if model.compile = "auto" cannot compile."""
+    head_backend: Literal["auto", "triton", "cuda", "cpu", "torch", "quack"] = "auto"
     """Implementation of the vocabulary head. auto takes the fastest that works on the device (`paw
-    doctor` names it)."""
+    doctor` names it). quack is refused, with what it lacks (docs/kernels.md)."""
 
 
 class LoraConfig(Section):

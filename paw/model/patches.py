@@ -13,6 +13,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from paw.errors import UserError, needed
 from paw.model.attention import ATTENTION, decoder_layers, packed_attention
 
+MOST_VERSIONS = 64
+"""Most versions of the code of a layer. There is one for each kind of layer, with and without
+gradients and adapters, in the backward pass of a checkpointed layer, ... Beyond torch's own limit of
+8, layers would silently be eager."""
+
 
 def import_liger(device: torch.device) -> Any:
     """Import Liger's module of patches. Raises UserError if it is not installed or cannot run."""
@@ -53,6 +58,7 @@ def compile_layers(lm: PreTrainedModel) -> None:
     packed rows is not in the graph, and nothing in the graph depends on the rows. Sampling does not
     pack rows, so it runs the layers uncompiled.
     """
+    torch._dynamo.config.recompile_limit = MOST_VERSIONS
     AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
     for layer in decoder_layers(lm):
         layer.forward = _compiled(layer.forward)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paw_kernels import token_loss
+from paw_kernels import _rows, token_loss
 from paw_kernels._head import Head
 
 ROOT = Path(__file__).parents[2]
@@ -202,7 +202,7 @@ def test_plots_of_a_gpu_need_no_particular_case(only, tmp_path):
 
 
 def test_the_model_matches_a_case_by_hand():
-    machine = replace(roofline.BEST, tflops=500.0, gb_s=2000.0, wait_us=10.0)
+    machine = replace(roofline.BEST, tflops=500.0, triton_tflops=250.0, gb_s=2000.0, wait_us=10.0)
     T = 4096
     D = 1024
     V = 102_400
@@ -216,8 +216,16 @@ def test_the_model_matches_a_case_by_hand():
     # Live rows gathered, their gradients scattered (read and written); d_hidden zeroed first.
     copies = (2 * 4 * (T / 2) * D + 2 * T * D) / 2000e9
     waits = 2 * 10e-6  # live rows of the one chunk (and whether the inputs are good), factor
-    by_hand = 1e3 * (gemm * (1 + 2 * live) + epilogue + merge + gradient + copies + waits)
+    matmuls = gemm * (2 + 2 * live)  # Triton's own takes twice as long as cuBLAS's would
+    by_hand = 1e3 * (matmuls + epilogue + merge + gradient + copies + waits)
     assert roofline.total(roofline.paw(T, D, V, live), machine) == pytest.approx(by_hand, rel=1e-9)
+
+    # `cuda`: cuBLAS's logits in float32, read for the statistics and again for the gradient.
+    rows = (T * 4 * V + (T / 2) * (4 + 2) * V) / 2000e9
+    cuda_by_hand = 1e3 * (gemm * (1 + 2 * live) + rows + copies + waits)
+    cuda = roofline.total(roofline.paw_cuda(T, D, V, live), machine)
+    assert cuda == pytest.approx(cuda_by_hand, rel=1e-9)
+
     # The host's floor.
     assert roofline.total(roofline.paw(T, D, V, live), replace(machine, launch_us=1e3)) == 160.0
 
@@ -232,6 +240,16 @@ def test_the_model_cuts_the_chunks_of_the_triton_backend(T, backward, monkeypatc
         weight = torch.empty(V, D, dtype=torch.bfloat16, device="meta")
         _, step = backend.make_rows(Head(weight, None, 1.0, None), T, backward)
         assert roofline.chunk_rows(T, D, V, backward=backward) == step
+
+
+def test_the_model_cuts_the_chunks_of_the_cuda_backend(monkeypatch):
+    monkeypatch.setattr(_rows, "chunk_bytes", lambda usual, device, most=0: most)
+    monkeypatch.setitem(_rows.CHUNK_BYTES, "meta", 0)
+    for T in (100, 4096, 32_768):
+        for D, V in problem.HEADS.values():
+            weight = torch.empty(V, D, dtype=torch.bfloat16, device="meta")
+            _, step = _rows.make_rows(Head(weight, None, 1.0, None), T, True)
+            assert roofline.cuda_chunk_rows(T, V) == step
 
 
 def test_predictions_grow_with_the_live_share_and_never_beat_the_matmuls():

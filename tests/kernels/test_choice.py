@@ -96,7 +96,7 @@ def test_times_of_other_kernels_or_another_torch_do_not_count(times_file, monkey
         ((8, 0), ["triton", "cuda", "torch"]),
         ((8, 9), ["triton", "cuda", "torch"]),
         ((9, 0), ["cuda", "triton", "torch"]),
-        ((10, 0), ["cuda", "torch"]),
+        ((10, 0), ["cuda", "triton", "torch"]),
         ((12, 0), ["triton", "cuda", "torch"]),
     ],
 )
@@ -132,6 +132,29 @@ def test_a_trial_tells_right_results_from_wrong_ones(monkeypatch, dtype):
     assert trial.largest_error(make_wrong_rows, *sizes) > 1
     monkeypatch.setattr(Wrong, "column", torch.nan)
     assert not trial.largest_error(make_wrong_rows, *sizes) <= 1
+
+
+class WrongLater(TorchRows):
+    """Right in its first chunk, without gradients in those after it."""
+
+    chunks = 0
+
+    def gradient(self, target, source, a, c):
+        self.chunks += 1
+        return super().gradient(target, source, a, c) * (self.chunks == 1)
+
+
+def test_a_trial_sums_gradients_over_two_chunks():
+    error = trial.largest_error(lambda head, N, _: (WrongLater(head, N), N), CPU, BF16, 40, 101, 64)
+    assert error > 1
+
+
+def test_quack_is_refused_with_what_it_lacks():
+    reason = paw_kernels.why_not_backend("quack", GPU, BF16)
+    assert "lacks the sum of e x, from which the entropy" in reason
+    hidden, weight = torch.zeros(1, 16), torch.zeros(70, 16)
+    with pytest.raises(ValueError, match=r"'quack' cannot run here: .*; use backend='triton'"):
+        token_stats(hidden, weight, torch.zeros(1, dtype=torch.int64), backend="quack")
 
 
 COMPILER = """if True:

@@ -42,6 +42,48 @@ def test_chunks_are_few_equal_and_flat_in_T(monkeypatch, V, D):
     assert step(10**6, gradients=False) >= 3840
 
 
+CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_all_tiles_fit_into_shared_memory_and_none_of_the_table_is_specialised(capability):
+    """What no GPU has run is only for `paw doctor --kernels` to try."""
+    arch = _triton._architecture(capability)
+    for size in (2, 4):
+        for tiles in _triton.candidates(capability, size):
+            _triton._check_shared_memory(tiles, size, arch)
+        assert not _triton.TILES[arch, size].specialize
+    specialised = [tiles.specialize for tiles in _triton.candidates(capability)]
+    assert any(specialised) == (arch == "sm_100")
+
+
+def test_tiles_that_do_not_fit_are_refused(monkeypatch):
+    weight = torch.empty(512, 64, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setitem(_triton.TUNED, (512, 64, 2), _triton.TILES["sm_90", 2])
+    assert _triton.tiles_for(weight, None, "sm_90").cols == 256
+    with pytest.raises(ValueError, match="need 192 KiB of shared memory, and this GPU has 99 KiB"):
+        _triton.tiles_for(weight, None, "other")
+
+
+def test_processors_are_left_to_collectives_in_backward_passes_of_several_ranks(monkeypatch):
+    class Gpu:
+        multi_processor_count = 132
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Gpu)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    device = torch.device("cuda", 0)
+    seen = []
+    for ranks in (1, 2):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda ranks=ranks: ranks)
+        x = torch.ones(1, requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda _: seen.append(_triton._processors(device)))
+        seen.append(_triton._processors(device))
+        y.sum().backward()
+        seen.append(_triton._processors(device))
+    assert seen == [132, 132, 132, 132, 116, 132]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_more_rows_than_a_grid_axis_and_more_weights_than_int32():

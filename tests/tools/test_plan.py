@@ -12,6 +12,7 @@ import pytest
 from paw import cli
 from paw.config.recipe import load
 from paw.errors import UserError
+from paw.tools.plan.elementwise import assumed_layers, eager_traffic, saved_traffic
 from paw.tools.plan.fit import FALLBACKS, Machine, changed, check_fits, check_machine, fit, get
 from paw.tools.plan.plan import HOST_S, Plan, Play
 from paw.tools.plan.plan_memory import HEAD_BUFFER
@@ -312,8 +313,53 @@ def test_what_follows_a_rollout():
     modes = [seconds(model__checkpointing=mode)["update"] for mode in ("none", "selective", "full")]
     assert 0.74 < modes[0] / modes[2] < 0.77
     assert modes[1] == pytest.approx((modes[0] + modes[2]) / 2)
-    assert seconds(model__compile=True)["update"] == pytest.approx(0.86 * base["update"])
     assert seconds(optim__minibatch_samples=128)["step"] == pytest.approx(2 * base["step"], rel=0.1)
+
+
+def test_eager_layers_take_the_time_of_the_traffic_that_fused_ones_save():
+    shape = shape_of(NAME)
+
+    def plan(**change):
+        return Plan(low_memory(**SERVERS | change), shape, gpus=8, gpu_gib=80.0)
+
+    fused = plan()
+    eager = plan(model__compile=False)
+    assert fused.layers == "compiled"
+    assert fused.config.model.checkpointing == "full"
+    saved = saved_traffic(shape)
+    play = eager.play
+    tokens = play.episodes * play.turns / eager.N * (play.length + play.observation)
+    moved = tokens * shape.layers * (2 * saved.forward + saved.backward)
+    difference = eager.seconds["update"] - fused.seconds["update"]
+    assert difference == pytest.approx(moved / (0.73 * 3.35e12))
+    assert eager.seconds["score"] > fused.seconds["score"]
+    for name in ("rollout", "step", "sync", "host"):
+        assert eager.seconds[name] == fused.seconds[name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, "compiled"),
+        ({"compile": False}, "eager"),
+        ({"compile": False, "liger": True}, "Liger's kernels"),
+        ({"compile": True, "checkpointing": "selective"}, "compiled"),
+        ({"checkpointing": "selective"}, "Liger's kernels"),
+        ({"checkpointing": "selective", "liger": False}, "eager"),
+    ],
+)
+def test_the_plan_assumes_the_layers_that_a_run_tries_first(changes, layers):
+    config = low_memory(**{f"model__{key}": value for key, value in changes.items()})
+    assert assumed_layers(config.model) == layers
+
+
+def test_the_traffic_of_eager_layers_is_what_was_counted():
+    counted = importlib.import_module("bench.trainer.elementwise")
+    for name in ("Qwen2.5-1.5B", "Qwen3-0.6B", "Llama-3.2-3B"):
+        traffic = counted.counted_traffic(SHAPES[name])
+        planned = eager_traffic(SHAPES[name])
+        assert planned.forward == pytest.approx(traffic.forward, rel=0.015)
+        assert planned.backward == pytest.approx(traffic.backward, rel=0.015)
 
 
 def test_gathers_over_the_network_take_longer_than_small_micro_batches():

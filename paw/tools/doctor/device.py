@@ -2,8 +2,10 @@
 
 import torch
 
+from paw.config.sections import ModelConfig
 from paw.model.attention import pick_attention
 from paw.model.dtype import pick_dtype
+from paw.model.fused import wanted_layers
 from paw_kernels import best_backend, why_not_backend
 
 
@@ -32,8 +34,18 @@ def print_device() -> None:
         why = " (this CPU has no instructions for bfloat16)"
     print(f"  ok       model.dtype = 'auto' on {device.type}: {dtype_name}{why}")
     print(f"  ok       attention on {device.type}: {pick_attention('auto', device, dtype)}")
+    print(f"  ok       decoder layers on {device.type}: {_decoder_layers(device)}")
     print(f"  ok       head backend on {device.type}: {best_backend(device, dtype)}")
     for backend in backends:
         reason = why_not_backend(backend, device, dtype)
         if reason:
             print(f"  -        head backend {backend}: {reason}")
+
+
+def _decoder_layers(device: torch.device) -> str:
+    """Say how a run with the defaults computes decoder layers."""
+    wanted = wanted_layers(ModelConfig(path="quickstart"), device)
+    if not wanted:
+        return "eager"
+    names = ", else ".join(map(str, wanted))
+    return f"{names}, else eager: what passes its trial at the start of a run"

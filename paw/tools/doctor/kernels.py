@@ -25,7 +25,7 @@ from paw.errors import UserError, clean, to_stderr
 from paw.io.files import cause, write_file
 from paw.io.hub import check_hub
 from paw_kernels import BACKENDS, _measured, why_not_backend
-from paw_kernels._backend import implementation
+from paw_kernels._backend import REFUSED, implementation
 from paw_kernels.trial import largest_error, milliseconds
 
 LIMIT_S = 180.0
@@ -165,36 +165,39 @@ def cases_to_check() -> tuple[list[Case], list[str]]:
     On a CPU, Triton runs in its interpreter.
     """
     main_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    processors = 0
-    if main_device.type == "cuda":
-        processors = torch.cuda.get_device_properties(main_device).multi_processor_count
-    # (n, V) gives more than two tiles of 128 x 256 for each multiprocessor of a GPU, and more than
-    # two of the interpreter's 16 x 32 for each of its 3 programs.
-    sizes = {
-        "cuda": (1000, 256 * math.ceil(2.5 * processors / 8)),
-        "cpu": (300, 1024),
-        "triton": (40, 128),
-    }
-
     cases: list[Case] = []
-    left_out = []
+    left_out = [f"{name}: {why}" for name, why in REFUSED.items()]
     for backend in BACKENDS:
         device = torch.device("cpu") if backend == "cpu" else main_device
         on_cpu = backend == "triton" and device.type == "cpu"
         if on_cpu and importlib.util.find_spec("triton"):
-            n, V = sizes["triton"]  # in its interpreter, which runs on any machine
+            # In its interpreter, which runs on any machine: more than two tiles of 16 x 32 for each
+            # of its 3 programs.
+            n, V = 40, 128
         else:
             why = why_not_backend(backend, device, torch.float32)
             if why:
                 left_out.append(f"{backend}: {why}")
                 continue
-            n, V = sizes[device.type]
+            n, V = checked_size(device)
         ragged_V = V - 27  # not a multiple of a tile
         for dtype in DTYPES:
             for D in WIDTHS:
                 cases.append(Case(backend, device.type, dtype, n, V, D))
                 cases.append(Case(backend, device.type, dtype, n, ragged_V, D))
     return cases, left_out
+
+
+def checked_size(device: torch.device) -> tuple[int, int]:
+    """Return (n, V) of a check: on a GPU, more than two tiles of 128 x 256 per multiprocessor.
+
+    So a program of a persistent kernel goes from one tile to the next, which is where loads,
+    products and sums of different tiles may overlap.
+    """
+    if device.type != "cuda":
+        return 300, 1024
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return 1000, 256 * math.ceil(2.5 * processors / 8)
 
 
 def cases_to_time(V: int, D: int, devices: dict[str, str]) -> list[Case]:
@@ -349,8 +352,8 @@ def attempt(case: Case) -> Answer:
     n = case.n
     V = case.V
     if case.timed:  # the check needs no large problem, just the same remainder of V
-        n = 300
-        V = 512 + case.V % 256
+        n, V = checked_size(device)
+        V += case.V % 256
     try:
         make_rows = implementation(case.backend)
         if case.tiles:

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from paw.config.sections import Config
+from paw.tools.plan.elementwise import assumed_layers, saved_traffic
 from paw.tools.plan.plan_memory import ENGINE_ROWS, GIB, USABLE, Memory
 from paw.tools.plan.shapes import Shape
 
@@ -27,14 +28,15 @@ CARDS = {
 From data sheets.
 """
 MFU = 0.40
-"""Share of peak FLOP/s in training with torch.compile, and in prefill.
+"""Share of peak FLOP/s in training with fused layers, and in prefill.
 
 Assumed before any comparison.
 """
-EAGER = 0.86
-"""Share of MFU without torch.compile.
+STREAMED = 0.73
+"""Share of the memory's bytes/s at which eager layers move what fused ones do not.
 
-torchtitan, Llama-3.1-8B on 128 H100s (llama3_h100_202412, Table 3): 5,605 over 6,514.
+torchtitan, Llama-3.1-8B on 128 H100s (llama3_h100_202412, Table 3): 5,605 tokens/s of a GPU without
+torch.compile and 6,514 with it, so 24.9 us a token, for the traffic of `plan.elementwise`.
 """
 REACHED = 0.50
 """Share of the bytes/s that is reached, of the card's memory and between cards. Assumed."""
@@ -89,8 +91,8 @@ SOURCES = {
     "rollout": "assumed: half the memory's rate; published: 5 ms a step at least; the longest "
     "episode has all turns",
     "score": "as the update",
-    "update": "published runs: 40 % of the card's peak, 34 % without model.compile; or the "
-    "gathers, if longer",
+    "update": "published runs: 40 % of the card's peak with fused layers; eager ones also move what "
+    "was counted, at 73 % of the memory's rate; or the gathers, if longer",
     "step": "published: 0.27 s; assumed: half the memory's rate",
     "sync": "published: to servers 8.3 GB/s by NCCL, 1.6 to files; assumed: 25 into the process's "
     "own engine",
@@ -159,6 +161,9 @@ class Plan(Memory):
         nearest_size = min(CARDS, key=lambda size: abs(size - self.gpu_gib))
         self.flops, memory_rate, link_rate = CARDS[nearest_size]
         self.bandwidth = REACHED * memory_rate
+        self.streaming = STREAMED * memory_rate
+        self.layers = assumed_layers(config.model)
+        """How decoder layers are assumed to be computed: "compiled", "Liger's kernels" or "eager"."""
         self.link = NETWORK if self.on_host < self.shards else REACHED * link_rate
         self.play = play or Play.of(config)
         self.seconds = {"rollout": self._rollout()} | self._training()
@@ -270,7 +275,8 @@ class Plan(Memory):
         passes = {"none": 3.0, "selective": 3.5, "full": 4.0}[config.model.checkpointing]
         targets = play.response + play.observation
         learning = passes * (turns * tokens * body + critic_forward) + 3 * turns * targets * head
-        rate = self.flops * MFU * (1 if config.model.compile else EAGER)
+        rate = self.flops * MFU
+        eager_forward, eager_backward = self._eager_seconds()
 
         gather, gather_again, reduce = self._communication()
         offloaded = 0.0
@@ -287,8 +293,15 @@ class Plan(Memory):
         if self.copied:
             checkpoint_s = self.saved / PCIE
 
-        scoring_s = (policy_forward * scored + critic_forward) / rate
-        learning_s = max(learning / rate, micro_batches * (gather + gather_again + reduce))
+        models = 2 if self.critic_parameters else 1
+        scored_tokens = turns * play.length * (scored + models - 1)
+        scoring_s = (
+            policy_forward * scored + critic_forward
+        ) / rate + scored_tokens * eager_forward
+        forwards = 1 if config.model.checkpointing == "none" else 2
+        token_s = forwards * eager_forward + eager_backward
+        learning_s = learning / rate + turns * (tokens + play.length * (models - 1)) * token_s
+        learning_s = max(learning_s, micro_batches * (gather + gather_again + reduce))
         return {
             "score": max(scoring_s, scored * micro_batches * gather),
             "update": epochs * (learning_s + offloaded),
@@ -297,6 +310,14 @@ class Plan(Memory):
             "host": self.N * turns * tokens * HOST_S,
             "checkpoint": checkpoint_s / config.run.save_every if config.run.save_every else 0.0,
         }
+
+    def _eager_seconds(self) -> tuple[float, float]:
+        """Return the extra seconds of eager layers for a token, (forward, backward); 0 if fused."""
+        if self.layers != "eager":
+            return 0.0, 0.0
+        saved = saved_traffic(self.shape)
+        seconds_of_byte = self.shape.layers * self.c / 2 / self.streaming
+        return saved.forward * seconds_of_byte, saved.backward * seconds_of_byte
 
     def _scores_policy(self) -> bool:
         """Whether the policy's log-probs or entropies need a separate pass."""

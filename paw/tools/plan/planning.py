@@ -224,6 +224,7 @@ def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Itera
     ahead = ", the rollout beside the rest" if best.config.rollout.ahead else ""
     parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in best.seconds.items())
     yield f"{best.step_s:.0f} s an update{ahead}: {parts}"
+    yield _layers_line(best)
     for plan in quicker:
         options = words(plan.config, best.config)
         yield f"{plan.step_s:.0f} s where episodes may be of the update before: {options}"
@@ -233,6 +234,19 @@ def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Itera
             " --engine.servers 0 --engine.urls '[...]' (docs/scale.md)"
         )
     yield "All of this is a prediction: none of it was run on a GPU."
+
+
+def _layers_line(best: Plan) -> str:
+    """Say how decoder layers are assumed to be computed, and what the other way would take."""
+    fused = best.layers != "eager"
+    machine = Machine(
+        gpus=best.gpus, gpu_gib=best.gpu_gib, host_gib=best.host_gib, hosts=best.hosts
+    )
+    change = {"model.compile": not fused, "model.liger": False}
+    other = machine.plan(changed(best.config, change), best.shape)
+    if fused:
+        return f"decoder layers: {best.layers}, assumed; {other.step_s:.0f} s an update if eager"
+    return f"decoder layers: eager; {other.step_s:.0f} s an update if compiled"
 
 
 def _servers_cards(plan: Plan) -> str:
@@ -261,6 +275,7 @@ def summary(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> dic
         "host": _rounded_table(best.host),
         "step_s": round(best.step_s, 1),
         "seconds": _rounded(best.seconds),
+        "layers": best.layers,
         "sources": SOURCES,
         "least_tensor_parallel": best.engine.least_cards,
         "settings": settings,
