@@ -50,7 +50,7 @@ def test_advantages_returns_and_value_loss_match_the_reference_code(data):
         gae(value_row, reward_row[-1], gamma=1.0, lam=1.0)
         for value_row, reward_row in zip(values, rewards, strict=True)
     ]
-    for ours, theirs in zip(whiten(advantages), whitened, strict=True):
+    for ours, theirs in zip(whiten([np.array(row) for row in advantages]), whitened, strict=True):
         assert ours == pytest.approx(theirs, abs=2e-6)
     for advantage_row, value_row, theirs in zip(advantages, values, returns, strict=True):
         assert [
@@ -79,12 +79,14 @@ def test_gae_by_hand():
 
 def test_whitening_by_hand():
     """Mean 2, unbiased variance (1 + 0 + 1) / 2."""
-    assert whiten([[1.0], [2.0, 3.0]]) == [pytest.approx([-1.0]), pytest.approx([0.0, 1.0])]
-    assert whiten([[5.0]]) == [[0.0]]
+    first, second = whiten([np.array([1.0]), np.array([2.0, 3.0])])
+    assert first.tolist() == pytest.approx([-1.0])
+    assert second.tolist() == pytest.approx([0.0, 1.0])
+    assert whiten([np.array([5.0])])[0].tolist() == [0.0]
     assert whiten([]) == []
     # The eps stands under the root, unlike that of the group estimators: var 2e-8, so 1e-4 /
     # sqrt(3e-8).
-    assert whiten([[0.0, 2e-4]])[0][1] == pytest.approx(1e-4 / math.sqrt(3e-8))
+    assert whiten([np.array([0.0, 2e-4])])[0][1] == pytest.approx(1e-4 / math.sqrt(3e-8))
 
 
 def test_the_value_clip_by_hand():
