@@ -62,6 +62,11 @@ def _make_callback(name: str) -> Any:
         return plugin()
 
 
+def needs_tokens(callback: Any) -> bool:
+    """Whether a callback reads the turns of all ranks at an evaluation, in their memory."""
+    return bool(getattr(callback, "tokens", False))
+
+
 def call(run: HookedRun, hook: str, *arguments: Any) -> None:
     """Call a hook of all callbacks, with the run and `arguments`.
 

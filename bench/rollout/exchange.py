@@ -71,7 +71,7 @@ def measure(way: str, tokens: int) -> None:
     """In one of the ranks: make its episodes, exchange them, print a line."""
     task_count = round(tokens / (PROMPT + RESPONSE) / TURNS / MEMBERS)
     tasks = [Task(f"task/{i}") for i in range(task_count)]
-    ranks = join_ranks(torch.device("cpu"), episodes=len(tasks) * MEMBERS)
+    ranks = join_ranks(torch.device("cpu"))
     base_gib = resident_gib()
     played = episodes(tasks[ranks.rank :: RANKS], ranks.rank), RolloutStats()
     turns = turns_of(played)
