@@ -152,7 +152,7 @@ def prepare(run: Run, groups: list[Group]) -> list[Sample]:
     """Return the update's samples, with advantages, old log-probs and world-model weights.
 
     With several ranks, every rank has all samples, but each row of tokens is on one rank only
-    (`algo.rows`). Empties `groups`, whose rows are then only where they are needed.
+    (`algo.rows`), and `groups` is emptied.
     """
     config = run.config
     n_groups = len(groups)
@@ -164,7 +164,8 @@ def prepare(run: Run, groups: list[Group]) -> list[Sample]:
         rank=run.ranks.rank,
         share=run.share_scalars if run.ranks.world_size > 1 else None,
     )
-    groups.clear()
+    if run.ranks.world_size > 1:
+        groups.clear()  # otherwise they would keep the rows that move to other ranks
     if config.rollout.ahead:
         run.metrics.update(staleness(run, samples))
 

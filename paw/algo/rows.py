@@ -63,7 +63,7 @@ def _digest(sample: Sample) -> bytes:
 
 def _gather_bytes(samples: Sequence[Sample], own: Sequence[bytes], ranks: RankGroup) -> list[bytes]:
     """As `gather_numbers`, for DIGEST_BYTES of each sample."""
-    joined = np.frombuffer(b"".join(own), np.uint8)
+    joined = np.array(bytearray(b"".join(own)), np.uint8)
     parts: list[Iterator[bytes]] = []
     for part in ranks.gather_array(joined):
         data = part.tobytes()

@@ -27,8 +27,8 @@ from paw.algo.device import to_device
 from paw.algo.packing import Packing, RankGroup
 from paw.algo.placement import Chain, place
 from paw.algo.prefixes import clusters, prefix_tree
+from paw.algo.rows import IDS, VALUES, move_chains
 from paw.algo.rows import chains as chains_of
-from paw.algo.rows import move_chains
 from paw.away import away
 from paw.types import AwayTrajectory, Group, Ids, Sample, Turn, as_ids, no_ids
 
@@ -114,10 +114,12 @@ def _begins_with(turn: Turn, previous: Turn) -> bool:
 
 def _away_samples(trajectory: AwayTrajectory, group: int, index: int) -> list[Sample]:
     """Return samples without any content, for the turns of the trajectory with that index."""
+    nothing = away(0, trajectory.rank)
+    rows = dict.fromkeys(("prompt_ids", "response_ids", *IDS, *VALUES), nothing)
+    rows |= dict.fromkeys(("sampled_entropy", "token_advantage", "ref_logp"))
     samples: list[Sample] = []
     for step in range(len(trajectory.turns)):
-        empty = away(0, trajectory.rank)
-        samples.append(Sample(group, index, step, empty, empty, holder=trajectory.rank))
+        samples.append(Sample(group, index, step, **rows, holder=trajectory.rank))
     return samples
 
 
