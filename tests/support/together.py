@@ -30,9 +30,9 @@ class Together(DistributedRanks):
 
     def _meet(self, item):
         self.table[self.rank] = item
-        self.meeting.wait(10)
+        self.meeting.wait(60)
         items = list(self.table)
-        self.meeting.wait(10)
+        self.meeting.wait(60)
         return items
 
 
