@@ -100,7 +100,7 @@ class DistributedRanks(Ranks):
 
     def gather(self, item: T, kind: Any = None) -> list[T]:
         """Items are sent as JSON. With pickles, a rank could run code in the others."""
-        data = to_json(item, inf_nan_mode="constants")
+        data = to_json(item, inf_nan_mode="constants", fallback=np.ndarray.tolist)
         adapter = _adapter(kind or type(item))
         return [adapter.validate_json(part) for part in self.gather_bytes(data)]
 
