@@ -743,14 +743,6 @@ def scale() -> Iterator[str]:
         yield table_line(f"{concurrent:,.0f}", f"{cpu_ms:.1f} ms", f"{connections:,.0f}")
         assert not any(row["failures"] for row in rows)
 
-    rows = read("exchange_cpu")
-    (tokens,) = distinct(rows, "tokens")
-    yield f"{tokens / 1e6:.0f} million tokens"
-    seconds, peak, end = exchange_costs("arrays")
-    yield f"{seconds:.1f} s, {peak:.1f} GiB at most and {end:.1f} in the end"
-    seconds, peak, end = exchange_costs("json")
-    yield f"{seconds:.1f} s, {peak:.1f} and {end:.1f} GiB"
-
     in_turn = median_row(read("ahead_cpu", ahead="0"))
     ahead = median_row(read("ahead_cpu", ahead="1"))
     faster = in_turn["seconds"] / ahead["seconds"]
@@ -762,15 +754,6 @@ def scale() -> Iterator[str]:
     yield f"quickstart-long`](quickstart.md) to {listed(late)} % of the unseen games"
     yield f"itself to {listed(current)} %"
     yield f"a difference of {points(paired(current, late), sign=True)} points"
-
-
-def exchange_costs(way: str) -> tuple[float, float, float]:
-    """The most of both ranks: processor seconds, GiB above the process's own at the peak and at the
-    end."""
-    rows = read("exchange_cpu", way=way)
-    peak = max(row["peak_gib"] - row["base_gib"] for row in rows)
-    end = max(row["end_gib"] - row["base_gib"] for row in rows)
-    return max(values(rows, "cpu_s")), peak, end
 
 
 def median_row(rows: Rows) -> dict[str, float]:
