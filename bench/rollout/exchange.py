@@ -1,6 +1,6 @@
 """What an update's episodes cost ranks: if every rank gets all, and if each holds its rows.
 
-    python bench/rollout/exchange.py [--tokens 10000000] [--ranks 1 2 4]
+    python bench/rollout/exchange.py [--tokens 4000000] [--ranks 1 2 4]
 
 Random rows of the sizes that ALFWorld has under the paper's limits: prompts of 450 tokens,
 responses of 100, observations of 20, 50 turns an episode, 4 characters a token in texts. Processes
@@ -56,7 +56,7 @@ def main() -> None:
         allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument(
-        "--tokens", type=int, default=10_000_000, help="prompts and responses, of all ranks"
+        "--tokens", type=int, default=4_000_000, help="prompts and responses, of all ranks"
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--way", choices=WAYS, help="one of the ranks")

@@ -743,6 +743,13 @@ def scale() -> Iterator[str]:
         yield table_line(f"{concurrent:,.0f}", f"{cpu_ms:.1f} ms", f"{connections:,.0f}")
         assert not any(row["failures"] for row in rows)
 
+    one, two, four = (exchange_costs("rows", ranks) for ranks in (1, 2, 4))
+    all_two, all_four = (exchange_costs("all", ranks) for ranks in (2, 4))
+    yield f"{one[1]:.3f} GiB on top of the process alone, {two[1]:.3f} of two ranks and {four[1]:.3f} of four"
+    yield f"got all turns, {all_two[1]:.3f} and {all_four[1]:.3f}"
+    yield f"are {one[0]:.2f}, {two[0]:.2f} and {four[0]:.2f}: they do not fall"
+    yield f"they are {all_two[0]:.2f} and {all_four[0]:.2f}"
+
     in_turn = median_row(read("ahead_cpu", ahead="0"))
     ahead = median_row(read("ahead_cpu", ahead="1"))
     faster = in_turn["seconds"] / ahead["seconds"]
@@ -754,6 +761,13 @@ def scale() -> Iterator[str]:
     yield f"quickstart-long`](quickstart.md) to {listed(late)} % of the unseen games"
     yield f"itself to {listed(current)} %"
     yield f"a difference of {points(paired(current, late), sign=True)} points"
+
+
+def exchange_costs(way: str, ranks: int) -> tuple[float, float]:
+    """The most of all ranks: processor seconds, GiB above the process's own at the peak."""
+    rows = read("exchange_cpu", way=way, ranks=str(ranks))
+    peak = max(row["peak_gib"] - row["base_gib"] for row in rows)
+    return max(values(rows, "cpu_s")), peak
 
 
 def median_row(rows: Rows) -> dict[str, float]:
