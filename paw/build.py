@@ -107,17 +107,16 @@ class Models(NamedTuple):
         return models
 
 
-def join_ranks(device: torch.device, *, episodes: int, peer_timeout_s: float = 600.0) -> Ranks:
+def join_ranks(device: torch.device, *, peer_timeout_s: float = 600.0) -> Ranks:
     """Join the other ranks described by torchrun's environment variables.
 
-    Raises UserError if the variables contradict each other, or if there are more ranks than
-    `episodes` in an update.
+    Raises UserError if the variables contradict each other.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Ranks()
     from paw.distributed.parallel import DistributedRanks, read_variables  # slow: FSDP
 
-    rank, world_size, on_host = read_variables(episodes)
+    rank, world_size, on_host = read_variables()
     if world_size == 1:
         return Ranks()
     return DistributedRanks.join(rank, world_size, on_host, device, peer_timeout_s=peer_timeout_s)
@@ -222,7 +221,7 @@ def build(
     _compile_and_shard(config, models, ranks, compiled=layers.compiled)
     check_path(models.policy, path)
 
-    packing = Packing.of(config.optim, models.policy, rank=ranks.rank, world_size=ranks.world_size)
+    packing = Packing.of(config.optim, models.policy, ranks=ranks)
     learners, critic = _make_learners(config, models, ranks, packing)
     _seed_generators(config.run.seed)
     return Parts(

@@ -4,10 +4,11 @@ Callbacks are made by name and called at their hooks. A failure in user code bec
 names the code.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+from paw.away import AwayError
 from paw.config.plugins import BUILT_IN, load
 from paw.config.sections import Config
 from paw.distributed.ranks import lost_peer, out_of_memory
@@ -24,13 +25,18 @@ class HookedRun(Protocol):
     def say(self, text: str) -> None: ...
 
 
-def user_code(name: str, *, all_theirs: bool = False) -> AbstractContextManager[None]:
-    """`others_code` for training, where memory may run out or another rank may end."""
+@contextmanager
+def user_code(name: str, *, all_theirs: bool = False) -> Iterator[None]:
+    """`others_code` for training, where memory may run out, another rank may end or have the rows."""
 
     def is_not_theirs(error: BaseException) -> bool:
         return out_of_memory(error) or lost_peer(error)
 
-    return others_code(name, is_exempt=is_not_theirs, all_theirs=all_theirs)
+    try:
+        with others_code(name, is_exempt=is_not_theirs, all_theirs=all_theirs):
+            yield
+    except AwayError as error:
+        raise UserError(f"{name}: {error}") from error
 
 
 def users_advantages(config: Config) -> AbstractContextManager[None]:
@@ -60,6 +66,11 @@ def _make_callback(name: str) -> Any:
         return plugin
     with user_code(f"run.callbacks = '{name}'"):
         return plugin()
+
+
+def needs_tokens(callback: Any) -> bool:
+    """Whether a callback reads the turns of all ranks at an evaluation, in their memory."""
+    return bool(getattr(callback, "tokens", False))
 
 
 def call(run: HookedRun, hook: str, *arguments: Any) -> None:

@@ -234,7 +234,7 @@ def has_no_gradient(config: Config, objective: Objective, sample: Sample) -> boo
         return False
     if not traits_of(objective.policy).zero_without_advantage:
         return False
-    return not sample.advantages.any() and not sample.wm_weight
+    return not sample.has_advantage and not sample.wm_weight
 
 
 def compare_sampler(
@@ -251,40 +251,22 @@ def compare_sampler(
     sampled_entropies = [
         sample.sampled_entropy for sample in samples if sample.sampled_entropy is not None
     ]
-    entropy = no_values()
-    if len(sampled_entropies) == len(samples):
-        entropy = out.entropy[is_response].numpy(force=True)
-    else:  # the engine does not report all of them
+    origins = sampled_by(samples, version)
+    entropy = out.entropy[is_response].numpy(force=True)
+    entropy_origins = origins
+    if len(sampled_entropies) < len(samples):  # the engine does not report all of them
         sampled_entropies = []
-
-    rank_rows = ranks.gather_rows(
-        [
-            out.logp[is_response].numpy(force=True),
-            tokens.sampled_logp[is_response].numpy(force=True),
-            entropy,
-            np.concatenate([no_values(), *sampled_entropies]),
-        ],
-        float,
-    )
-    own_origins = sampled_by(samples, version)
-    rank_servers = ranks.gather(own_origins.servers, list[str])
-    rank_indices = ranks.gather_rows([own_origins.index], int)
-
-    # From here on, all ranks have the same numbers and raise the same errors.
-    rank_origins = [
-        SampledBy(servers, index)
-        for servers, (index,) in zip(rank_servers, rank_indices, strict=True)
-    ]
-    trainer_logp, sampled_logp, trainer_entropy, sampled_entropy = (
-        np.concatenate(of_ranks) for of_ranks in zip(*rank_rows, strict=True)
-    )
-    if not np.isfinite(trainer_logp).all():
+        entropy = no_values()
+        entropy_origins = SampledBy.of_all([])
+    logp = out.logp[is_response].numpy(force=True)
+    if not all(ranks.gather(bool(np.isfinite(logp).all()))):
         return {}
-    entropy_origins: list[SampledBy] = []  # of the ranks whose engine reports entropies
-    for origins, rows in zip(rank_origins, rank_rows, strict=True):
-        if len(rows[2]):
-            entropy_origins.append(origins)
     sampler_mismatch(
-        trainer_entropy, sampled_entropy, SampledBy.of_all(entropy_origins), what="entropies"
+        entropy,
+        np.concatenate([no_values(), *sampled_entropies]),
+        entropy_origins,
+        what="entropies",
+        ranks=ranks,
     )
-    return sampler_mismatch(trainer_logp, sampled_logp, SampledBy.of_all(rank_origins))
+    sampled_logp = tokens.sampled_logp[is_response].numpy(force=True)
+    return sampler_mismatch(logp, sampled_logp, origins, ranks=ranks)

@@ -19,6 +19,7 @@ import torch
 
 from paw import hooks
 from paw.algo.loss import log_probs
+from paw.algo.rows import share_scalars
 from paw.algo.samples import minibatches
 from paw.build import (
     WITHOUT_TOOLS,
@@ -54,6 +55,7 @@ from paw.rollouts.background.ahead import AsyncRollouts
 from paw.rollouts.base import RolloutSource
 from paw.rollouts.engines import find_engine
 from paw.rollouts.engines.weight_folders import remove_abandoned
+from paw.rollouts.exchange import gather_turns
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import more_context, success_metrics, success_text
 from paw.rollouts.sync import StaleWeightsError
@@ -65,7 +67,7 @@ from paw.rundir.resume import changes
 from paw.rundir.run_lock import take_run_directory
 from paw.rundir.shared import check_shared
 from paw.rundir.signals import StopSignal
-from paw.types import Sample, Values
+from paw.types import Group, Sample, Values
 
 STARTING_OVER = -1
 """The step of a resumed run that has no checkpoint yet: its logs start afresh."""
@@ -81,7 +83,8 @@ class Run(Parts, RunProgress):
     callbacks: list[Any]
     """Objects with any of four hooks, called on every rank: on_start(run), on_update(run, metrics),
     on_evaluation(run, groups, metrics), on_end(run). `on_end` is called however the run ends, see
-    `failed`."""
+    `failed`. With several ranks, the turns of `groups` that other ranks have played are not here,
+    unless a callback has an attribute `tokens` that is true (`full_groups`)."""
     signal: StopSignal
     open_directory: OpenDirectory
     """The run directory as it was opened."""
@@ -112,14 +115,7 @@ class Run(Parts, RunProgress):
 
         It plays them when they are needed, or `rollout.ahead` updates early.
         """
-        rollouts = Rollouts(
-            self.factory,
-            self.engine,
-            self.chat,
-            self.config,
-            self.ranks,
-            encode_observation=self.encode_observation if self.config.wm.enabled else None,
-        )
+        rollouts = Rollouts(self.factory, self.engine, self.chat, self.config, self.ranks)
         if self.config.rollout.ahead:
             return AsyncRollouts(rollouts, self.path)
         return rollouts
@@ -160,23 +156,34 @@ class Run(Parts, RunProgress):
         """Whether any rank was told to stop. Signals reach ranks at different moments."""
         return any(self.ranks.gather(self.signal.requested))
 
-    def log_probs(self, model: Policy, samples: list[Sample]) -> list[tuple[Values, float]]:
-        """Return (log-probs, mean entropy) of every sample, see `algo.loss.log_probs`.
+    def share_scalars(self, samples: list[Sample]) -> None:
+        """Fill the samples of other ranks, see `algo.rows.share_scalars`."""
+        share_scalars(
+            samples,
+            self.ranks,
+            anchors=self.config.advantage.anchors,
+            share_prefixes=self.packing.share_prefixes != "never",
+        )
 
-        The ranks share the batches, and each gets the results of all.
+    def log_probs(self, model: Policy, samples: list[Sample]) -> dict[int, tuple[Values, float]]:
+        """Return (log-probs, mean entropy) of the samples that this rank holds, by their index.
+
+        See `algo.loss.log_probs`. The ranks share the batches.
         """
-        scored = log_probs(
+        return log_probs(
             model,
             samples,
             self.packing,
             temperature=self.config.rollout.temperature,
         )
-        own_entropies = {i: entropy for i, (_, entropy) in scored.items()}
-        entropies: dict[int, float] = {}
-        for entropies_of_rank in self.ranks.gather(own_entropies, dict[int, float]):
-            entropies.update(entropies_of_rank)
-        rows = self.ranks.gather_numbered({i: logp for i, (logp, _) in scored.items()})
-        return [(logp, entropies[i]) for i, logp in enumerate(rows)]
+
+    def full_groups(self, groups: list[Group]) -> list[Group]:
+        """Return the groups with the turns of all ranks, on every rank. A call of all ranks.
+
+        For callbacks that look at a few episodes. With all of them, no rank has less to hold than
+        one rank would have.
+        """
+        return gather_turns(groups, self.ranks) if self.ranks.world_size > 1 else groups
 
     @contextmanager
     def reference_on_device(self) -> Iterator[None]:
@@ -271,6 +278,8 @@ class Run(Parts, RunProgress):
             if groups and stats.context_full == sum(len(group.trajectories) for group in groups):
                 advice = more_context(self.config)
                 self.say(f"warning: evaluation: all episodes ran out of context: {advice}")
+            if any(hooks.needs_tokens(callback) for callback in self.callbacks):
+                groups = self.full_groups(groups)
             hooks.call(self, "on_evaluation", groups, self.metrics)
         if groups or not stats.failed:
             return
@@ -552,7 +561,6 @@ def _meet(config: Config, device: torch.device, stack: ExitStack, *, resume: str
     """
     ranks = join_ranks(
         device,
-        episodes=config.rollout.tasks * config.rollout.group_size,
         peer_timeout_s=config.run.peer_timeout_s,
     )
     stack.callback(ranks.close)

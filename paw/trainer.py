@@ -19,6 +19,7 @@ import numpy as np
 
 from paw import hooks
 from paw.algo.advantages import check_advantages, drop_penalty_only
+from paw.algo.rows import gather_digests, gather_numbers, held, with_all_rows
 from paw.algo.samples import to_samples
 from paw.algo.world_model import select
 from paw.build import WITHOUT_TOOLS, Preparation
@@ -30,7 +31,7 @@ from paw.rollouts.base import RolloutSource, RolloutStats
 from paw.rollouts.success import success_metrics
 from paw.rollouts.sync import StaleWeightsError, push_weights, sampled_by, sampler_mismatch
 from paw.run import Run, open_run
-from paw.types import Group, Sample
+from paw.types import Group, Sample, Values, no_ids, no_values
 
 PAUSES_S = (5, 10, 20, 40, 60)
 """Seconds to wait before each replay of an update's failed episodes; over two minutes in all."""
@@ -149,26 +150,42 @@ def _stop_requested_within(run: Run, seconds: int) -> bool:
 
 
 def prepare(run: Run, groups: list[Group]) -> list[Sample]:
-    """Return the update's samples, with advantages, old log-probs and world-model weights."""
+    """Return the update's samples, with advantages, old log-probs and world-model weights.
+
+    With several ranks, every rank has all samples, but each row of tokens is on one rank only
+    (`algo.rows`), and `groups` is emptied.
+    """
     config = run.config
+    n_groups = len(groups)
     samples = to_samples(
         groups,
         separator_ids=run.chat.separator_ids,
         encode_observation=run.encode_observation if config.wm.enabled else None,
         invalid_penalty=run.factory.invalid_penalty,
+        rank=run.ranks.rank,
+        share=run.share_scalars if run.ranks.world_size > 1 else None,
     )
+    if run.ranks.world_size > 1:
+        groups.clear()  # otherwise they would keep the rows that move to other ranks
     if config.rollout.ahead:
-        ages = run.step - np.concatenate([sample.versions for sample in samples])
-        run.metrics["staleness/mean"] = float(ages.mean())
-        run.metrics["staleness/max"] = int(ages.max())
+        run.metrics.update(staleness(run, samples))
 
     compute_advantages(run, samples)
     compute_log_probs(run, samples)
     if config.policy.kl_coef > 0.0:
         compute_reference_log_probs(run, samples)
     if config.wm.enabled:
-        select_targets(run, samples, n_groups=len(groups))
+        select_targets(run, samples, n_groups=n_groups)
     return samples
+
+
+def staleness(run: Run, samples: list[Sample]) -> dict[str, float]:
+    """Return how many updates old the weights were that sampled the tokens."""
+    versions = [samples[i].versions for i in held(samples, run.ranks)]
+    ages = run.step - np.concatenate([no_ids(), *versions])
+    own_numbers = (int(ages.sum()), len(ages), int(ages.max(initial=0)))
+    sums, counts, largest = zip(*run.ranks.gather(own_numbers), strict=True)
+    return {"staleness/mean": sum(sums) / sum(counts), "staleness/max": max(largest)}
 
 
 def compute_advantages(run: Run, samples: list[Sample]) -> None:
@@ -178,7 +195,10 @@ def compute_advantages(run: Run, samples: list[Sample]) -> None:
         return
     settings = run.config.advantage
     estimator = plugins.load("advantages", settings.type)
-    returned = estimator(samples, **settings.settings())
+    seen = samples
+    if settings.traits.tokens and run.ranks.world_size > 1:
+        seen = with_all_rows(samples, run.ranks)
+    returned = estimator(seen, **settings.settings())
     advantages = check_advantages(returned, settings.type, count=len(samples))
     if settings.penalty_only == "drop":
         advantages = drop_penalty_only(samples, advantages)
@@ -187,10 +207,11 @@ def compute_advantages(run: Run, samples: list[Sample]) -> None:
 
 
 def compute_log_probs(run: Run, samples: list[Sample]) -> None:
-    """Fill old log-probs and action entropies, from the scoring pass or from the engine.
+    """Fill action entropies, and the old log-probs of the samples that this rank holds.
 
-    The pass is skipped if `policy.old_logp = "engine"` and the engine has already reported what
-    selection needs. Then `optimize` compares the sampler's log-probs with the trainer's.
+    They come from the scoring pass or from the engine. The pass is skipped if `policy.old_logp =
+    "engine"` and the engine has already reported what selection needs. Then `optimize` compares the
+    sampler's log-probs with the trainer's.
     """
     config = run.config
     from_engine = config.policy.old_logp == "engine"
@@ -198,30 +219,41 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
     entropy_known = sampled_entropy or all(sample.sampled_entropy is not None for sample in samples)
     pass_needed = not (from_engine and entropy_known)
 
+    scored: dict[int, tuple[Values, float]] = {}
     if pass_needed:
-        scored = run.log_probs(run.policy, samples)
+        scored.update(run.log_probs(run.policy, samples))
     else:
-        scored = [(sample.sampled_logp, _mean_sampled_entropy(sample)) for sample in samples]
-    for logp, entropy in scored:
-        if not (np.isfinite(logp).all() and math.isfinite(entropy)):
-            raise TrainingStopped(
-                f"stopped at update {run.step + 1}: the policy's log-probs are not finite, so its "
-                "weights have diverged; resume an earlier checkpoint with a lower optim.lr"
-            )
+        for i in held(samples, run.ranks):
+            scored[i] = (samples[i].sampled_logp, _mean_sampled_entropy(samples[i]))
+    is_finite = all(
+        np.isfinite(logp).all() and math.isfinite(entropy) for logp, entropy in scored.values()
+    )
+    if not all(run.ranks.gather(bool(is_finite))):
+        raise TrainingStopped(
+            f"stopped at update {run.step + 1}: the policy's log-probs are not finite, so its "
+            "weights have diverged; resume an earlier checkpoint with a lower optim.lr"
+        )
     if pass_needed:
+        scored_samples = [samples[i] for i in scored]
         mismatch = sampler_mismatch(
-            np.concatenate([logp for logp, _ in scored]),
-            np.concatenate([sample.sampled_logp for sample in samples]),
-            sampled_by(samples, run.step),
+            np.concatenate([no_values(), *(logp for logp, _ in scored.values())]),
+            np.concatenate([no_values(), *(sample.sampled_logp for sample in scored_samples)]),
+            sampled_by(scored_samples, run.step),
+            ranks=run.ranks,
         )
         run.metrics.update(mismatch)
 
-    for sample, (logp, entropy) in zip(samples, scored, strict=True):
+    entropies: list[float] = []
+    for i, (logp, entropy) in scored.items():
+        sample = samples[i]
         sample.old_logp = sample.sampled_logp if from_engine else logp
-        sample.entropy = entropy
         if sampled_entropy:  # the paper's printed form: -q log q of the sampled token
             logps = sample.sampled_logp.tolist()
-            sample.entropy = fmean(-math.exp(value) * value for value in logps)
+            entropy = fmean(-math.exp(value) * value for value in logps)
+        entropies.append(entropy)
+    entropies = gather_numbers(samples, entropies, run.ranks)
+    for sample, entropy in zip(samples, entropies, strict=True):
+        sample.entropy = entropy
 
 
 def _mean_sampled_entropy(sample: Sample) -> float:
@@ -232,11 +264,11 @@ def _mean_sampled_entropy(sample: Sample) -> float:
 
 
 def compute_reference_log_probs(run: Run, samples: list[Sample]) -> None:
-    """Fill the reference model's log-probs."""
+    """Fill the reference model's log-probs of the samples that this rank holds."""
     with run.reference_on_device():
         scored = run.log_probs(run.reference, samples)
-    for sample, (logp, _) in zip(samples, scored, strict=True):
-        sample.ref_logp = logp
+    for i, (logp, _) in scored.items():
+        samples[i].ref_logp = logp
 
 
 def select_targets(run: Run, samples: list[Sample], *, n_groups: int) -> None:
@@ -250,7 +282,7 @@ def select_targets(run: Run, samples: list[Sample], *, n_groups: int) -> None:
         n_groups=n_groups,
         alpha=wm.alpha,
         weight=wm.weight,
-        dedup=wm.dedup,
+        distinct=gather_digests(samples, run.ranks) if wm.dedup else None,
         reward_max=run.factory.reward_max,
     )
     for sample, weight in zip(samples, selection.weights, strict=True):
@@ -262,20 +294,22 @@ def select_targets(run: Run, samples: list[Sample], *, n_groups: int) -> None:
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     """Return reward and success of the episodes played for an update."""
     success = success_metrics(groups)
-    lengths: list[int] = []
+    turns = 0
+    response_tokens = 0
     mixed = 0
     for group in groups:
         wins = sum(trajectory.won for trajectory in group.trajectories)
         if 0 < wins < len(group.trajectories):
             mixed += 1
         for trajectory in group.trajectories:
-            lengths += [len(turn.response_ids) for turn in trajectory.turns]
+            turns += trajectory.summary.turns
+            response_tokens += trajectory.summary.response_tokens
 
     metrics = {
         "reward/mean": success["return"],
         "success/all": success["success"],
         "health/valid_actions": success["valid_actions"],
-        "policy/response_tokens": sum(lengths) / max(1, len(lengths)),
+        "policy/response_tokens": response_tokens / max(1, turns),
         "health/groups_mixed": mixed / max(1, len(groups)),
     }
     for key, share in success.items():

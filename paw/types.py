@@ -13,6 +13,8 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic_core import core_schema
 
+from paw.away import Away, away
+
 
 @dataclass(frozen=True)
 class Task:
@@ -187,7 +189,8 @@ class WithArrays:
     """Fields of real numbers."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if value is not None and (name in self.IDS or name in self.VALUES):
+        is_array = name in self.IDS or name in self.VALUES
+        if is_array and value is not None and not isinstance(value, Away):
             convert = as_ids if name in self.IDS else as_values
             try:
                 value = convert(value)
@@ -262,6 +265,19 @@ class Turn(WithArrays):
         return self.outcome.observation
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeSummary:
+    """What every rank knows of an episode."""
+
+    turns: int
+    valid_turns: int
+    response_tokens: int
+    episode_return: float
+    won: bool
+    score: float | None
+    """`Outcome.score` of the last turn."""
+
+
 @dataclass
 class Trajectory:
     """One episode."""
@@ -284,10 +300,51 @@ class Trajectory:
     def won(self) -> bool:
         return bool(self.turns) and self.turns[-1].outcome.won
 
+    @property
+    def summary(self) -> EpisodeSummary:
+        """The episode in a few numbers."""
+        return EpisodeSummary(
+            turns=len(self.turns),
+            valid_turns=sum(turn.outcome.valid for turn in self.turns),
+            response_tokens=sum(len(turn.response_ids) for turn in self.turns),
+            episode_return=self.episode_return,
+            won=self.won,
+            score=self.turns[-1].outcome.score if self.turns else None,
+        )
+
+
+class AwayTrajectory(Trajectory):
+    """An episode that another rank has played. All but its summary is there.
+
+    `len(turns)` is known, and reading them raises AwayError.
+    """
+
+    def __init__(
+        self, task: Task, member: int, summary: EpisodeSummary, *, rank: int, failure: str | None
+    ) -> None:
+        super().__init__(task, member, away(summary.turns, rank), failure)
+        self.rank = rank
+        self._summary = summary
+
+    @property
+    def summary(self) -> EpisodeSummary:
+        return self._summary
+
+    @property
+    def episode_return(self) -> float:
+        return self._summary.episode_return
+
+    @property
+    def won(self) -> bool:
+        return self._summary.won
+
 
 @dataclass
 class Group:
-    """The episodes of one task, played with the same weights."""
+    """The episodes of one task, played with the same weights.
+
+    With several ranks, those that another rank has played are of the class `AwayTrajectory`.
+    """
 
     task: Task
     trajectories: list[Trajectory]
@@ -342,8 +399,19 @@ class Sample(WithArrays):
     continues: bool = False
     """Whether the prompt begins with the previous turn's prompt and response, so that both turns
     fit in one sequence."""
+    continues_target: bool | None = None
+    """Whether the previous turn's separator and observation follow these in the prompt, if it has a
+    target. None if nobody has compared yet."""
+    holder: int = 0
+    """The rank that holds the tokens. On others, rows of tokens have only a length (`Away`)."""
+    shared_prefix: int = 0
+    """Tokens that the sequence which this sample begins has in common with another one of its group.
+    Only known with several ranks. See `algo.placement`."""
+    prefix_order: int = 0
+    """The place of that sequence among those of its group: neighbours have most in common."""
     advantage: float = 0.0
-    """One scalar per sample, broadcast to its response tokens."""
+    """One scalar per sample, broadcast to its response tokens. With PPO, only used for samples that
+    another rank holds: 0 if all their tokens have 0, else 1."""
     token_advantage: Values | None = None
     """PPO: the advantage of each response token, which replaces `advantage`."""
     values: Values = field(default_factory=no_values)
@@ -367,6 +435,13 @@ class Sample(WithArrays):
         """Return (index in `observation_ids`, ids) of each part that is a world-model target."""
         spans = self.spans or [(0, len(self.observation_ids))]
         return [(start, self.observation_ids[start:end]) for start, end in spans]
+
+    @property
+    def has_advantage(self) -> bool:
+        """Whether any response token has an advantage other than 0."""
+        if self.token_advantage is None:
+            return self.advantage != 0.0
+        return bool(self.token_advantage.any())
 
     @property
     def advantages(self) -> Values:

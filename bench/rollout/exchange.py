@@ -1,12 +1,14 @@
-"""What it costs two ranks to exchange an update's episodes: rows of tokens as arrays, or everything as JSON.
+"""What an update's episodes cost ranks: if every rank gets all, and if each holds its rows.
 
-    python bench/rollout/exchange.py [--tokens 10000000]
+    python bench/rollout/exchange.py [--tokens 4000000] [--ranks 1 2 4]
 
 Random rows of the sizes that ALFWorld has under the paper's limits: prompts of 450 tokens,
-responses of 100, observations of 20, 50 turns an episode, 4 characters a token in texts. Two
-processes over gloo, new ones for each of the two ways. Writes bench/results/exchange_cpu.csv: for
-each rank the seconds from a common start, by the clock and of a processor, and the GiB of the
-process: without any episode, at most, and at the end with the episodes of both.
+responses of 100, observations of 20, 50 turns an episode, 4 characters a token in texts. Processes
+over gloo, new ones for each measurement. They share what they have played, make samples and
+advantages, and cut the micro-batches of the scoring pass and of the optimizer's. With "all", every
+rank first gets the turns of all ranks. Writes bench/results/exchange_cpu.csv: for each rank the
+seconds from a common start, by the clock and of a processor, and the GiB of the process: without
+any episode, at most, and at the end.
 """
 
 import argparse
@@ -26,12 +28,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, cpu_name, write
+from paw.algo.advantages import grpo
+from paw.algo.packing import Packing
+from paw.algo.rows import held, share_scalars
+from paw.algo.samples import Batch, micro_batches, to_samples
 from paw.build import join_ranks
+from paw.distributed.ranks import Ranks
 from paw.rollouts.base import RolloutResult, RolloutStats
-from paw.rollouts.exchange import exchange
-from paw.types import Group, Outcome, Task, Trajectory, Turn, as_ids
+from paw.rollouts.exchange import gather_turns
+from paw.rollouts.summaries import share_summaries
+from paw.types import Group, Outcome, Sample, Task, Trajectory, Turn, as_ids
 
-RANKS = 2
 MEMBERS = 8
 """Episodes of a task."""
 TURNS = 50
@@ -39,7 +46,9 @@ PROMPT = 450
 """Mean tokens, here and in the next two."""
 RESPONSE = 100
 OBSERVATION = 20
-WAYS = ("json", "arrays")
+WAYS = ("all", "rows")
+BUDGET = 16384
+"""Tokens of a micro-batch."""
 
 
 def main() -> None:
@@ -47,62 +56,115 @@ def main() -> None:
         allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument(
-        "--tokens", type=int, default=10_000_000, help="prompts and responses, of both ranks"
+        "--tokens", type=int, default=4_000_000, help="prompts and responses, of all ranks"
     )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--way", choices=WAYS, help="one of the ranks")
     options = parser.parse_args()
     if options.way:
         return measure(options.way, options.tokens)
     versions = {"cpu": cpu_name(), "python": platform.python_version(), "torch": torch.__version__}
     rows = []
-    for way in WAYS:
-        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
-        arguments = ("--way", way, "--tokens", str(options.tokens))
-        command = [sys.executable, *torchrun, __file__, *arguments]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        of_ranks = [json.loads(line) for line in output.splitlines()]
-        of_ranks.sort(key=lambda row: row["rank"])
-        print(*of_ranks, sep="\n", flush=True)
-        rows += [row | versions for row in of_ranks]
+    for count in options.ranks:
+        for way in WAYS[count == 1 :]:
+            torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
+            arguments = ("--way", way, "--tokens", str(options.tokens))
+            command = [sys.executable, *torchrun, __file__, *arguments]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            of_ranks = [json.loads(line) for line in output.splitlines()]
+            of_ranks.sort(key=lambda row: row["rank"])
+            print(*of_ranks, sep="\n", flush=True)
+            rows += [row | versions for row in of_ranks]
     write(RESULTS / "exchange_cpu.csv", rows)
 
 
 def measure(way: str, tokens: int) -> None:
-    """In one of the ranks: make its episodes, exchange them, print a line."""
+    """In one of the ranks: make its episodes, cut their micro-batches, print a line."""
     task_count = round(tokens / (PROMPT + RESPONSE) / TURNS / MEMBERS)
     tasks = [Task(f"task/{i}") for i in range(task_count)]
-    ranks = join_ranks(torch.device("cpu"), episodes=len(tasks) * MEMBERS)
+    ranks = join_ranks(torch.device("cpu"))
     base_gib = resident_gib()
-    played = episodes(tasks[ranks.rank :: RANKS], ranks.rank), RolloutStats()
-    turns = turns_of(played)
-    count = sum(len(turn.prompt_ids) + len(turn.response_ids) for turn in turns)
-    last_logp = turns[-1].sampled_logp
-    del turns
+    own_tasks = range(
+        task_count * ranks.rank // ranks.world_size,
+        task_count * (ranks.rank + 1) // ranks.world_size,
+    )
+    groups = episodes([tasks[i] for i in own_tasks], ranks.rank)
+    for group, index in zip(groups, own_tasks, strict=True):
+        group.index = index
+    count = sum(group_tokens(group) for group in groups)
 
     ranks.gather(0)  # a common start
     start = time.perf_counter()
     cpu_start = time.process_time()
-    parts = ranks.gather(played, RolloutResult) if way == "json" else exchange(played, tasks, ranks)
+    samples, batches = cut(way, (groups, RolloutStats()), tasks, ranks)
     wall_s = time.perf_counter() - start
     cpu_s = time.process_time() - cpu_start
 
-    del played
+    del groups
     gc.collect()
-    assert (turns_of(parts[ranks.rank])[-1].sampled_logp == last_logp).all()
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     row = {
         "way": way,
+        "ranks": ranks.world_size,
         "rank": ranks.rank,
         "tokens": sum(ranks.gather(count)),
+        "turns": len(samples),
+        "batch_tokens": sum(len(batch.input_ids) for batch in batches),
         "wall_s": round(wall_s, 2),
         "cpu_s": round(cpu_s, 2),
-        "base_gib": round(base_gib, 2),
-        "peak_gib": round(peak_gib, 2),
-        "end_gib": round(resident_gib(), 2),
+        "base_gib": round(base_gib, 3),
+        "peak_gib": round(peak_gib, 3),
+        "end_gib": round(resident_gib(), 3),
     }
     os.write(1, f"{json.dumps(row)}\n".encode())  # one call, so that lines of ranks do not mix
     ranks.close()
     os._exit(0)
+
+
+def cut(
+    way: str, result: RolloutResult, tasks: list[Task], ranks: Ranks
+) -> tuple[list[Sample], list[Batch]]:
+    """Return the update's samples, and this rank's micro-batches of the optimizer's pass."""
+    groups = [Group(task, [], index) for index, task in enumerate(tasks)]
+    for rank_groups, _ in share_summaries(result, tasks, ranks):
+        for group in rank_groups:
+            groups[group.index].trajectories += group.trajectories
+    if way == "all":
+        groups = gather_turns(groups, ranks)
+    is_shared = way == "rows" and ranks.world_size > 1
+
+    def share(samples: list[Sample]) -> None:
+        share_scalars(samples, ranks, anchors="nothing", share_prefixes=False)
+
+    samples = to_samples(
+        groups,
+        separator_ids=[1, 2, 3],
+        encode_observation=lambda text: as_ids([1] * OBSERVATION),
+        invalid_penalty=0.1,
+        rank=ranks.rank,
+        share=share if is_shared else None,
+    )
+    groups.clear()
+    result[0].clear()
+    for sample, advantage in zip(samples, grpo(samples), strict=True):
+        sample.advantage = advantage
+
+    packing = Packing(budget=BUDGET, ranks=ranks if is_shared else None)
+    share_of_all = samples if is_shared else samples[ranks.rank :: ranks.world_size]
+    device = torch.device("cpu")
+    micro_batches(share_of_all, packing, with_observation=False, device=device)
+    for i in held(samples, ranks) if is_shared else range(len(samples)):
+        samples[i].old_logp = samples[i].sampled_logp
+    for sample in samples[::2]:
+        sample.wm_weight = 1.0
+    return samples, micro_batches(share_of_all, packing, with_observation=True, device=device)
+
+
+def group_tokens(group: Group) -> int:
+    count = 0
+    for trajectory in group.trajectories:
+        count += sum(len(turn.prompt_ids) + len(turn.response_ids) for turn in trajectory.turns)
+    return count
 
 
 def episodes(tasks: list[Task], seed: int) -> list[Group]:
@@ -137,15 +199,6 @@ def episodes(tasks: list[Task], seed: int) -> list[Group]:
             members.append(Trajectory(task, member, turns))
         groups.append(Group(task, members))
     return groups
-
-
-def turns_of(played: RolloutResult) -> list[Turn]:
-    groups, _ = played
-    turns = []
-    for group in groups:
-        for trajectory in group.trajectories:
-            turns += trajectory.turns
-    return turns
 
 
 def resident_gib() -> float:

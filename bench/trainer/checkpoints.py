@@ -52,7 +52,7 @@ SHAPE: dict[str, Any] = {
 
 
 def main() -> None:
-    rank, world_size, on_host = read_variables(episodes=2)
+    rank, world_size, on_host = read_variables()
     ranks = DistributedRanks.join(rank, world_size, on_host, torch.device("cpu"))
     learner = make_learner(ranks)
     common = {

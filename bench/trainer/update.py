@@ -165,7 +165,7 @@ def warm(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def score(run: Run, samples: Sequence[Sample]) -> None:
     """The log-prob pass: the sampler's log-probs, and the entropies for the selection."""
     scores = run.log_probs(run.policy, list(samples))
-    for sample, (logp, entropy) in zip(samples, scores, strict=True):
+    for sample, (logp, entropy) in zip(samples, scores.values(), strict=True):
         sample.sampled_logp = sample.old_logp = logp
         sample.entropy = entropy
 

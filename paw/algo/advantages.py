@@ -17,6 +17,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from difflib import SequenceMatcher
 from typing import Any, Literal
 
+from paw.config.traits import estimator
 from paw.config.values import NonNegative, Share
 from paw.errors import UserError, short_repr
 from paw.types import Sample
@@ -65,6 +66,7 @@ def drop_penalty_only(samples: Sequence[Sample], advantages: Sequence[float]) ->
     return result
 
 
+@estimator(anchors="nothing")
 def grpo(
     samples: Sequence[Sample],
     *,
@@ -100,6 +102,7 @@ def grpo(
     return result
 
 
+@estimator(anchors="nothing")
 def rloo(samples: Sequence[Sample], *, stat: Stat = "steps") -> list[float]:
     """Return (score - mean) n / (n - 1), which is the score minus the mean of the other entries.
 
@@ -122,6 +125,7 @@ def rloo(samples: Sequence[Sample], *, stat: Stat = "steps") -> list[float]:
     return result
 
 
+@estimator(anchors="equality")
 def gigpo(
     samples: Sequence[Sample],
     *,

@@ -1,7 +1,7 @@
 """PPO's advantages, one per token, computed from the values of `model.critic`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from paw.config.values import Share
 from paw.types import Values, no_values
 
 
-@estimator(needs="critic")
+@estimator(needs="critic", anchors="nothing")
 def gae(
     values: Sequence[float], score: float, *, gamma: Share = 1.0, lam: Share = 1.0
 ) -> list[float]:
@@ -37,14 +37,21 @@ def gae(
     return advantages
 
 
-def whiten(advantages: Sequence[Values], *, eps: float = 1e-8) -> list[Values]:
+def whiten(
+    advantages: Sequence[Values],
+    *,
+    eps: float = 1e-8,
+    gather: Callable[[float], list[float]] = lambda own: [own],
+) -> list[Values]:
     """Return (A - mean) / sqrt(var + eps) over all tokens of all samples, var unbiased.
 
-    Each array has the advantages of a sample's tokens. A single token gets 0.
+    Each array has the advantages of a sample's tokens. `gather` returns a number of each rank, if
+    ranks have samples of their own. A single token gets 0.
     """
     flat = np.concatenate([no_values(), *advantages])
-    mean = math.fsum(flat.tolist()) / max(1, len(flat))
+    count = math.fsum(gather(len(flat)))
+    mean = math.fsum(gather(math.fsum(flat.tolist()))) / max(1, count)
     squares = (flat - mean) ** 2
-    variance = math.fsum(squares.tolist()) / max(1, len(flat) - 1)
+    variance = math.fsum(gather(math.fsum(squares.tolist()))) / max(1, count - 1)
     scale = math.sqrt(variance + eps)
     return [(row - mean) / scale for row in advantages]

@@ -4,10 +4,14 @@ The gradient does not depend on the division (tested).
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol
 
+import numpy as np
+
+from paw.algo.placement import Chain
 from paw.algo.prefixes import Cluster
 from paw.errors import UserError
 
@@ -37,9 +41,25 @@ class PackedModel(Protocol):
     quadratic: float
 
 
+class RankGroup(Protocol):
+    """What the stages of the algorithm need of a run's ranks; `paw.distributed.ranks.Ranks` has it.
+
+    Every method is a call of all ranks.
+    """
+
+    rank: int
+    world_size: int
+
+    def gather(self, item: Any, kind: Any = None) -> list[Any]: ...
+
+    def gather_array(self, array: np.ndarray) -> list[np.ndarray]: ...
+
+    def exchange_arrays(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """The way sequences are divided into micro-batches, and which of these belong to this rank.
+    """The way sequences are divided into micro-batches, and the ranks that share them.
 
     A run makes it once (`of`), in `paw.build`. The models of a run have the same layers and so
     share the packing. To add a way of cutting, write a function beside those below and choose it in
@@ -57,17 +77,17 @@ class Packing:
     share_prefixes: SharePrefixes = "never"
     """Whether tokens that sequences of a group share are computed once. "auto" does it if that
     saves at least LEAST_SAVED of the tokens."""
-    rank: int = 0
-    world_size: int = 1
+    ranks: RankGroup | None = None
+    """The ranks that share the sequences. None if this process has all to itself."""
 
     @classmethod
     def of(
-        cls, settings: BatchSettings, model: PackedModel, *, rank: int = 0, world_size: int = 1
+        cls, settings: BatchSettings, model: PackedModel, *, ranks: RankGroup | None = None
     ) -> "Packing":
         """Return the packing that a configuration's `optim` section gives for a model.
 
-        Without `rank` and `world_size`, all batches belong to this rank. Raises UserError if the
-        settings always share prefixes but the model cannot.
+        Without `ranks`, all sequences belong to this process. Raises UserError if the settings
+        always share prefixes but the model cannot.
         """
         if settings.share_prefixes == "always" and not model.shares_prefixes:
             raise UserError(
@@ -79,29 +99,20 @@ class Packing:
             pads=model.pads_sequences,
             quadratic=model.quadratic,
             share_prefixes=settings.share_prefixes if model.shares_prefixes else "never",
-            rank=rank,
-            world_size=world_size,
+            ranks=ranks if ranks is not None and ranks.world_size > 1 else None,
         )
 
     def cut(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return this rank's batches of sequences of these lengths, as lists of indices.
+        """Return the batches of this rank's sequences, by their lengths, as lists of indices.
 
-        The rank gets every `world_size`-th batch, starting at its own number. All ranks get the
-        same number of batches, because forward passes are collective. If there are few sequences,
-        some batches are empty.
+        All ranks get the same number of batches, because forward passes are collective. If there
+        are few sequences, some batches are empty.
         """
         if self.pads:
-            batches = batches_of_similar_length(
-                lengths, budget=self.budget, multiple=self.world_size
-            )
-        else:
-            batches = balanced_batches(
-                lengths,
-                budget=self.budget,
-                multiple=self.world_size,
-                quadratic=self.quadratic,
-            )
-        return batches[self.rank :: self.world_size]
+            return self._agreed(partial(batches_of_similar_length, lengths, budget=self.budget))
+        return self._agreed(
+            partial(balanced_batches, lengths, budget=self.budget, quadratic=self.quadratic)
+        )
 
     def sharing_pays(self, clusters: Sequence[Cluster], lengths: Sequence[int]) -> bool:
         """Return whether sequences of these lengths should share prefixes in these clusters."""
@@ -111,47 +122,67 @@ class Packing:
             return False
         return saved >= LEAST_SAVED if self.share_prefixes == "auto" else saved > 0.0
 
+    def may_share(self, chains: Sequence[Chain]) -> bool:
+        """Return whether neighbours among chains should be on one rank, to share their prefixes."""
+        if self.share_prefixes == "never":
+            return False
+        tokens = sum(chain.tokens for chain in chains)
+        shared = sum(chain.shared for chain in chains)
+        return shared > 0 and (self.share_prefixes == "always" or shared >= LEAST_SAVED * tokens)
+
     def cut_clusters(self, clusters: Sequence[Cluster]) -> list[list[int]]:
         """Do the same as `cut` for clusters, and return the indices of their sequences."""
-        batches = balanced_batches(
-            [cluster.tokens for cluster in clusters],
-            budget=self.budget,
-            multiple=self.world_size,
-            quadratic=self.quadratic,
-            attended=[cluster.attended for cluster in clusters],
+        batches = self._agreed(
+            partial(
+                balanced_batches,
+                [cluster.tokens for cluster in clusters],
+                budget=self.budget,
+                quadratic=self.quadratic,
+                attended=[cluster.attended for cluster in clusters],
+            )
         )
         rows_of_batches: list[list[int]] = []
-        for batch in batches[self.rank :: self.world_size]:
+        for batch in batches:
             rows_of_batches.append([row for index in batch for row in clusters[index].rows])
         return rows_of_batches
+
+    def _agreed(self, divide: Callable[..., list[list[int]]]) -> list[list[int]]:
+        """Return the batches of `divide(least=...)`, as many as the rank with most of them needs."""
+        batches = divide()
+        if self.ranks is None:
+            return batches
+        count = max(self.ranks.gather(len(batches)))
+        if len(batches) < count:
+            more_batches = divide(least=count)
+            if len(more_batches) == count:
+                return more_batches
+        return batches + [[] for _ in range(count - len(batches))]
 
 
 def balanced_batches(
     lengths: Sequence[int],
     *,
     budget: int,
-    multiple: int = 1,
+    least: int = 0,
     quadratic: float = 0.0,
     attended: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Divide indices into batches of at most `budget` tokens and nearly equal work.
 
-    The number of batches is a multiple of `multiple`. A sample of n tokens costs n for the work
+    There are at least `least` batches. A sample of n tokens costs n for the work
     that is linear in tokens, plus quadratic * n^2 for attention, or quadratic * `attended` if that
     is given. The method is longest-processing-time first (Graham 1969): samples are taken from the
     most expensive down, and each goes to the batch with the least work. Batches are sorted, most
-    expensive first, so that ranks that take every `multiple`-th batch work on batches of similar
-    cost at the same time. If there are few samples, some batches are empty. A sample longer than
-    the budget gets a batch of its own.
+    expensive first, so that ranks work on batches of similar cost at the same time. If there are
+    few samples, some batches are empty. A sample longer than the budget gets a batch of its own.
 
     >>> balanced_batches([3, 9, 4, 10], budget=14)
     [[0, 3], [1, 2]]
     """
     pairs = [n**2 for n in lengths] if attended is None else attended
     works = [n + quadratic * m for n, m in zip(lengths, pairs, strict=True)]
-    count = -(-sum(min(n, budget) for n in lengths) // budget)
+    count = max(least, -(-sum(min(n, budget) for n in lengths) // budget))
     while True:
-        count += -count % multiple
         batches = _fill(lengths, works, budget, count)
         if batches is not None:
             return batches
@@ -177,13 +208,13 @@ def _fill(
 
 
 def batches_of_similar_length(
-    lengths: Sequence[int], *, budget: int, multiple: int = 1
+    lengths: Sequence[int], *, budget: int, least: int = 0
 ) -> list[list[int]]:
     """Divide indices into batches of similar length, longest first.
 
     This suits attention that pads a batch to its longest sample. A batch has at most `budget`
-    padded tokens, but a longer sample gets a batch of its own. Empty batches are added until their
-    number is a multiple of `multiple`.
+    padded tokens, but a longer sample gets a batch of its own. Empty batches are added until there
+    are `least`.
 
     >>> batches_of_similar_length([3, 9, 4, 10], budget=20)
     [[3, 1], [2, 0]]
@@ -195,4 +226,4 @@ def batches_of_similar_length(
             batches.append([])
             longest = lengths[i]
         batches[-1].append(i)
-    return batches + [[]] * (-len(batches) % multiple)
+    return batches + [[] for _ in range(least - len(batches))]

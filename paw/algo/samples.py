@@ -24,9 +24,13 @@ import torch
 from torch import Tensor
 
 from paw.algo.device import to_device
-from paw.algo.packing import Packing
+from paw.algo.packing import Packing, RankGroup
+from paw.algo.placement import Chain, place
 from paw.algo.prefixes import clusters, prefix_tree
-from paw.types import Group, Ids, Sample, Turn, as_ids, no_ids
+from paw.algo.rows import IDS, VALUES, move_chains
+from paw.algo.rows import chains as chains_of
+from paw.away import away
+from paw.types import AwayTrajectory, Group, Ids, Sample, Turn, as_ids, no_ids
 
 
 def to_samples(
@@ -35,8 +39,13 @@ def to_samples(
     separator_ids: list[int],
     encode_observation: Callable[[str], Ids] | None,
     invalid_penalty: float,
+    rank: int = 0,
+    share: Callable[[list[Sample]], None] | None = None,
 ) -> list[Sample]:
     """Return the samples of an update, ordered by group, trajectory and step.
+
+    With several ranks, this one is `rank`, and `share` fills the samples of the turns that other ranks have played
+    (`algo.rows.share_scalars`).
 
     Token ids and log-probs are the engine's own, never re-encoded. `encode_observation` turns the
     raw next observation into target ids. If it is None (world model off), or if an observation is
@@ -47,6 +56,10 @@ def to_samples(
     trajectory_index = 0
     for group_index, group in enumerate(groups):
         for trajectory in group.trajectories:
+            if isinstance(trajectory, AwayTrajectory):
+                samples += _away_samples(trajectory, group_index, trajectory_index)
+                trajectory_index += 1
+                continue
             episode_return = trajectory.episode_return
             previous: Turn | None = None
             for step, turn in enumerate(trajectory.turns):
@@ -78,10 +91,13 @@ def to_samples(
                         reward=turn.outcome.reward,
                         penalty=penalty,
                         anchor=turn.anchor,
+                        holder=rank,
                     )
                 )
                 previous = turn
             trajectory_index += 1
+    if share:
+        share(samples)
     _fill_token_weights(samples, n_groups=len(groups))
     return samples
 
@@ -94,6 +110,17 @@ def _begins_with(turn: Turn, previous: Turn) -> bool:
     return np.array_equal(prompt_ids[:response_start], previous.prompt_ids) and np.array_equal(
         prompt_ids[response_start:response_end], previous.response_ids
     )
+
+
+def _away_samples(trajectory: AwayTrajectory, group: int, index: int) -> list[Sample]:
+    """Return samples without any content, for the turns of the trajectory with that index."""
+    nothing = away(0, trajectory.rank)
+    rows = dict.fromkeys(("prompt_ids", "response_ids", *IDS, *VALUES), nothing)
+    rows |= dict.fromkeys(("sampled_entropy", "token_advantage", "ref_logp"))
+    samples: list[Sample] = []
+    for step in range(len(trajectory.turns)):
+        samples.append(Sample(group, index, step, **rows, holder=trajectory.rank))
+    return samples
 
 
 def _fill_token_weights(samples: list[Sample], *, n_groups: int) -> None:
@@ -134,6 +161,10 @@ def _continues(previous: Sample, sample: Sample, with_observation: bool) -> bool
     is_next_turn = (sample.trajectory, sample.step) == (previous.trajectory, previous.step + 1)
     if not (sample.continues and is_next_turn):
         return False
+    if not with_observation or previous.wm_weight == 0.0:
+        return True
+    if sample.continues_target is not None:
+        return sample.continues_target
     appended = _appended_ids(previous, with_observation)
     start = len(previous.prompt_ids) + len(previous.response_ids)
     return np.array_equal(sample.prompt_ids[start : start + len(appended)], appended)
@@ -317,12 +348,17 @@ def micro_batches(
 
     `skip(sample)` says whether a sample needs no forward pass. If there are few samples, some
     batches are empty (`Packing.cut`). Sequences of a group share their prefixes if the packing
-    allows it and it pays.
+    allows it and it pays. With several ranks, a call of all of them, which first moves rows to the
+    ranks that will compute them.
     """
     chosen: list[list[int]] = []
     for members in sequences(samples, with_observation=with_observation):
         if skip is None or not all(skip(samples[i]) for i in members):
             chosen.append(members)
+    if packing.ranks is not None:
+        chosen = _take_share(
+            samples, chosen, packing, packing.ranks, with_observation=with_observation
+        )
     rows = [_row_ids(samples[members[-1]], with_observation) for members in chosen]
     indices_of_batches, share_prefixes = _divide(samples, chosen, rows, packing)
 
@@ -357,6 +393,55 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         return map(self._make, self._indices_of_batches)
+
+
+def _take_share(
+    samples: Sequence[Sample],
+    chosen: Sequence[list[int]],
+    packing: Packing,
+    ranks: RankGroup,
+    *,
+    with_observation: bool,
+) -> list[list[int]]:
+    """Move rows so that the work on the chosen sequences is balanced. Return those of this rank."""
+    tokens_of: dict[int, int] = {}  # by the first sample of a sequence
+    for members in chosen:
+        last = samples[members[-1]]
+        tokens_of[members[0]] = _row_length(last, with_observation)
+
+    moving: list[list[int]] = []
+    chains: list[Chain] = []
+    for members in chains_of(samples):
+        lengths = [tokens_of[i] for i in members if i in tokens_of]
+        if lengths:
+            first = samples[members[0]]
+            chain = Chain(
+                holder=first.holder,
+                group=first.group,
+                order=first.prefix_order,
+                tokens=sum(lengths),
+                shared=min(first.shared_prefix, sum(lengths)),
+                work=sum(n + packing.quadratic * n**2 for n in lengths),
+            )
+            moving.append(members)
+            chains.append(chain)
+
+    destinations = place(
+        chains,
+        world_size=ranks.world_size,
+        share_prefixes=packing.may_share(chains),
+        budget=packing.budget,
+    )
+    move_chains(samples, moving, destinations, ranks)
+    return [members for members in chosen if samples[members[0]].holder == ranks.rank]
+
+
+def _row_length(last: Sample, with_observation: bool) -> int:
+    """Return the number of tokens of a sequence, by its last sample."""
+    length = len(last.prompt_ids) + len(last.response_ids)
+    if with_observation and last.wm_weight > 0.0:
+        length += len(last.separator_ids) + len(last.observation_ids)
+    return length
 
 
 def _divide(

@@ -7,7 +7,7 @@ share alpha by action entropy. The less a group succeeds, the higher the weight 
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,16 +37,16 @@ def select(
     weight: Literal["adaptive"] | float,
     reward_max: float,
     n_groups: int,
-    dedup: bool = False,
+    distinct: Sequence[Hashable] | None = None,
 ) -> Selection:
     """Select the top ceil(alpha n) samples by `sample.entropy` and weight them.
 
     Only samples with a target (non-empty observation_ids) are candidates, and n counts only them,
     since the world model can learn nothing from others. Ties go to the lower index. S_g is the set
     of selected samples of group g. A group with none adds nothing but still counts in n_groups.
-    With `dedup` (not in the paper), only the first of the samples with the same prompt, response
-    and targets is a candidate. lambda_g = 1 - (mean raw return over the group's trajectories) /
-    reward_max, clamped to [0, 1], or the constant `weight`.
+    With `distinct` (not in the paper), a key of each sample, only the first of the samples with the
+    same key is a candidate (`algo.rows.gather_digests`). lambda_g = 1 - (mean raw return over the
+    group's trajectories) / reward_max, clamped to [0, 1], or the constant `weight`.
 
     Raises ValueError for alpha outside [0, 1], reward_max <= 0 with the adaptive weight, fewer
     n_groups than groups, or entropy that is not finite.
@@ -62,8 +62,11 @@ def select(
         )
 
     candidates = [i for i, sample in enumerate(samples) if len(sample.observation_ids)]
-    if dedup:
-        candidates = _first_of_equals(samples, candidates)
+    if distinct is not None:
+        first_of_key: dict[Hashable, int] = {}
+        for i in candidates:
+            first_of_key.setdefault(distinct[i], i)
+        candidates = list(first_of_key.values())
     if not all(math.isfinite(samples[i].entropy) for i in candidates):
         raise ValueError("sample.entropy must be finite on every sample with a target")
 
@@ -96,17 +99,3 @@ def _lambdas(
         mean = sum(group_returns.values()) / len(group_returns)
         lambdas[group] = min(1.0, max(0.0, 1.0 - mean / reward_max))
     return lambdas
-
-
-def _first_of_equals(samples: Sequence[Sample], candidates: list[int]) -> list[int]:
-    """Return the candidates, without those that repeat an earlier prompt, response and targets."""
-    first: dict[tuple[bytes, ...], int] = {}
-    for i in candidates:
-        sample = samples[i]
-        key = (
-            sample.prompt_ids.tobytes(),
-            sample.response_ids.tobytes(),
-            sample.observation_ids.tobytes(),
-        )
-        first.setdefault(key, i)
-    return list(first.values())

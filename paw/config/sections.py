@@ -31,7 +31,7 @@ from paw.config.tool_sections import (
     TrackingConfig,
     WarmupConfig,
 )
-from paw.config.traits import EstimatorTraits, Need, traits_of
+from paw.config.traits import Anchors, EstimatorTraits, Need, traits_of
 from paw.config.values import (
     Count,
     Natural,
@@ -335,6 +335,14 @@ class AdvantageConfig(PluginSection):
     @property
     def traits(self) -> EstimatorTraits:
         return estimator_traits(self.type)
+
+    @property
+    def anchors(self) -> Anchors:
+        """What the estimator reads of anchors. To compare them by similarity takes their texts."""
+        declared = self.traits.anchors
+        if declared == "equality" and self.settings().get("similarity") is not None:
+            return "text"
+        return declared
 
 
 class CriticConfig(Section):

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Need = Literal["groups", "critic", "nothing"]
+Anchors = Literal["text", "equality", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,14 @@ class EstimatorTraits:
     **settings) with the value before each response token, and returns the advantage of each of
     these tokens. nothing: neither of these.
     """
+    tokens: bool = False
+    """Whether it reads tokens, log-probs or other numbers of tokens.
+
+    With several ranks, each holds a part of them, and the others know only their lengths. For an
+    estimator that reads them, all are sent to every rank, at the cost of their memory.
+    """
+    anchors: Anchors = "text"
+    """What it reads of `Sample.anchor`. With "equality", ranks exchange digests of the texts."""
 
     @property
     def needs_groups(self) -> bool:
@@ -37,11 +46,13 @@ class EstimatorTraits:
 _declared: dict[Any, EstimatorTraits] = {}
 
 
-def estimator(*, needs: Need) -> Callable[[Function], Function]:
+def estimator(
+    *, needs: Need = "groups", tokens: bool = False, anchors: Anchors = "text"
+) -> Callable[[Function], Function]:
     """Decorate an advantage estimator to declare what it needs, see `EstimatorTraits`."""
 
     def declare(function: Function) -> Function:
-        _declared[function] = EstimatorTraits(needs)
+        _declared[function] = EstimatorTraits(needs, tokens, anchors)
         return function
 
     return declare

@@ -2,11 +2,11 @@
 
 `paw train --gpus N` or torchrun starts them.
 
-The ranks divide the work, not the data. After the rollout, every rank holds the rows of the full
-update (token ids and floats). It computes the advantages, selection and mini-batches of all of
-them, and runs its share of the micro-batches. So apart from the order of sums, an update does not
-depend on the number of ranks. Weights, gradients and optimizer state are sharded by FSDP2. Each
-rank has its own engine.
+The ranks divide the rows of an update (token ids and floats): each holds a part of them, and no
+rank holds all. What a turn is worth is known to all, so every rank computes the same advantages,
+selection and mini-batches, and runs micro-batches of the rows that it holds (`algo.rows`). So apart
+from the order of sums, an update does not depend on the number of ranks. Weights, gradients and
+optimizer state are sharded by FSDP2. Each rank has its own engine.
 """
 
 import os
@@ -98,7 +98,7 @@ class DistributedRanks(Ranks):
 
     def gather(self, item: T, kind: Any = None) -> list[T]:
         """Items are sent as JSON. With pickles, a rank could run code in the others."""
-        data = to_json(item, inf_nan_mode="constants")
+        data = to_json(item, inf_nan_mode="constants", fallback=np.ndarray.tolist)
         adapter = _adapter(kind or type(item))
         return [adapter.validate_json(part) for part in self.gather_bytes(data)]
 
@@ -137,6 +137,28 @@ class DistributedRanks(Ranks):
         return [
             row[:length] for row, length in zip(gathered, lengths.flatten().tolist(), strict=True)
         ]
+
+    def gather_array(self, array: np.ndarray) -> list[np.ndarray]:
+        parts = self.gather_flat(torch.from_numpy(np.ascontiguousarray(array)))
+        return [part.numpy() for part in parts]
+
+    def exchange_arrays(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        received = self.exchange_flat([torch.from_numpy(part) for part in parts])
+        return [part.numpy() for part in received]
+
+    def exchange_flat(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Send `parts[r]` [n] to rank r. Returns what each rank has sent, as views of one tensor.
+
+        All are in host memory and of one dtype.
+        """
+        self._watchdog.note_wait()
+        sent = torch.tensor([len(part) for part in parts])
+        lengths = torch.empty(self.world_size, dtype=torch.int64)
+        dist.all_to_all_single(lengths, sent)
+        outgoing = torch.cat(list(parts))
+        incoming = outgoing.new_empty(int(lengths.sum()))
+        dist.all_to_all_single(incoming, outgoing, lengths.tolist(), sent.tolist())
+        return list(incoming.split(lengths.tolist()))
 
     @contextmanager
     def in_phase(self, name: str) -> Iterator[None]:
@@ -295,11 +317,10 @@ def _variable(name: str, default: int) -> int:
     return int(value)
 
 
-def read_variables(episodes: int) -> tuple[int, int, int]:
+def read_variables() -> tuple[int, int, int]:
     """Return torchrun's (rank, number of ranks, ranks on this machine).
 
-    Raises UserError if they contradict each other, or if there are more ranks than `episodes` in an
-    update.
+    Raises UserError if they contradict each other.
     """
     rank = _variable("RANK", 0)
     world_size = _variable("WORLD_SIZE", 1)
@@ -313,11 +334,6 @@ def read_variables(episodes: int) -> tuple[int, int, int]:
                 f"{name} = {value} and WORLD_SIZE = {world_size} do not match; "
                 "start with --gpus or torchrun"
             )
-    if episodes < world_size:
-        raise UserError(
-            f"rollout.tasks x rollout.group_size = {episodes} episodes for {world_size} ranks "
-            "leave some ranks without an episode; lower --gpus"
-        )
     return rank, world_size, on_host
 
 

@@ -81,14 +81,16 @@ class Ranks:
         """Return all ranks' rows [n], in rank order: float (sent as float32) or int (as int32)."""
         return [rows]
 
-    def gather_numbered(self, rows: dict[int, np.ndarray]) -> list[np.ndarray]:
-        """Return rows 0 to n - 1. Exactly one rank has each row. They are sent as float32."""
-        numbers = self.gather(list(rows), list[int])
-        values = self.gather_rows(list(rows.values()), float)
-        by_number: dict[int, np.ndarray] = {}
-        for rank_numbers, rank_rows in zip(numbers, values, strict=True):
-            by_number.update(zip(rank_numbers, rank_rows, strict=True))
-        return [by_number[number] for number in range(len(by_number))]
+    def gather_array(self, array: np.ndarray) -> list[np.ndarray]:
+        """Return the arrays [n] of all ranks, in rank order. They have the same dtype."""
+        return [array]
+
+    def exchange_arrays(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Send `parts[r]` to rank r. Returns what each rank has sent, in rank order.
+
+        All arrays are [n], of the same dtype on all ranks.
+        """
+        return list(parts)
 
     def broadcast_from_rank0(
         self, make: Callable[[], T], kind: Any = None, refusal: type[UserError] | None = None

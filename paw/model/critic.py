@@ -9,7 +9,7 @@ V_old are the values at the time the sample was played, and R = A + V_old are th
 its head at random.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -23,6 +23,7 @@ from paw.algo.advantages import check_advantages
 from paw.algo.device import to_device
 from paw.algo.gae import whiten
 from paw.algo.packing import Packing
+from paw.algo.rows import gather_numbers
 from paw.algo.samples import Batch, MicroBatches, micro_batches
 from paw.config import plugins
 from paw.config.sections import Config
@@ -64,19 +65,44 @@ class Critic:
         self.guard = UpdateGuard(config.run.max_skipped, lr="critic.lr")
 
     def compute_values(self, samples: list[Sample]) -> dict[str, float]:
-        """Fill values, returns and token advantages.
+        """Fill values, returns and token advantages of the samples that this rank holds.
 
-        Advantages are computed by sample, then whitened over all tokens. Returns
+        Advantages are computed by sample, then whitened over all tokens of all ranks. Returns
         critic/explained_variance, unless all returns are equal. Raises TrainingStopped if a value
         is not finite.
         """
-        values = self.ranks.gather_numbered(self._values_of_own_share(samples))
-        if not all(np.isfinite(row).all() for row in values):
+        values = dict(sorted(self._values_of_own_share(samples).items()))
+        is_finite = all(np.isfinite(row).all() for row in values.values())
+        if not all(self.ranks.gather(bool(is_finite))):
             raise TrainingStopped(
                 "stopped: the critic's values are not finite, so its weights have diverged; "
                 "resume an earlier checkpoint with a lower critic.lr"
             )
 
+        own_samples = [samples[i] for i in values]
+        advantages = self.ranks.run_on_all(
+            lambda: self._advantages(list(values.values()), own_samples)
+        )
+        whitened = whiten(advantages, gather=lambda own: self.ranks.gather(own, float))
+        for i, (sample, row) in enumerate(zip(own_samples, values.values(), strict=True)):
+            sample.values = row
+            sample.token_advantage = whitened[i]
+            sample.returns = advantages[i] + row
+        if self.ranks.world_size > 1:
+            has_advantage = [float(sample.has_advantage) for sample in own_samples]
+            for sample, flag in zip(
+                samples, gather_numbers(samples, has_advantage, self.ranks), strict=True
+            ):
+                sample.advantage = flag
+
+        variance = self._variance([sample.returns for sample in own_samples])
+        unexplained = self._variance(advantages)
+        if variance > 0:
+            return {"critic/explained_variance": float(1.0 - unexplained / variance)}
+        return {}
+
+    def _advantages(self, values: Sequence[Values], samples: Sequence[Sample]) -> list[Values]:
+        """Return the advantage of each response token, not whitened."""
         settings = self.config.advantage
         estimator = plugins.load("advantages", settings.type)
         advantages: list[Values] = []
@@ -84,18 +110,17 @@ class Critic:
             returned = estimator(row.tolist(), sample.score, **settings.settings())
             checked = check_advantages(returned, settings.type, count=len(row), unit="token")
             advantages.append(as_values(checked))
-        whitened = whiten(advantages)
-        for i, sample in enumerate(samples):
-            sample.values = values[i]
-            sample.token_advantage = whitened[i]
-            sample.returns = advantages[i] + values[i]
+        return advantages
 
-        all_returns = np.concatenate([sample.returns for sample in samples])
-        variance = torch.from_numpy(all_returns).float().var()
-        unexplained = torch.from_numpy(np.concatenate(advantages)).float().var()
-        if variance > 0:
-            return {"critic/explained_variance": float(1.0 - unexplained / variance)}
-        return {}
+    def _variance(self, own_rows: Sequence[Values]) -> Tensor:
+        """Return the unbiased variance of the numbers of all ranks, as a scalar tensor."""
+        values = torch.from_numpy(np.concatenate([no_values(), *own_rows])).float()
+        if self.ranks.world_size == 1:
+            return values.var()
+        count = sum(self.ranks.gather(len(values)))
+        mean = sum(self.ranks.gather(float(values.double().sum()))) / max(1, count)
+        squares = float(((values.double() - mean) ** 2).sum())
+        return torch.tensor(sum(self.ranks.gather(squares)) / max(1, count - 1))
 
     @torch.no_grad()
     def _values_of_own_share(self, samples: list[Sample]) -> dict[int, Values]:

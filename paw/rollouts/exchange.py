@@ -1,49 +1,76 @@
-"""Gives every rank the episodes that all ranks have played.
+"""Gives every rank whole episodes that other ranks have played: for callbacks, not for training.
 
 Token ids and log-probs travel as arrays, texts and outcomes as JSON.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paw.rollouts.base import RolloutResult
-from paw.types import Ids, Task, Trajectory, Turn, Values, no_ids, no_values
+from paw.rollouts.base import RolloutResult, RolloutStats
+from paw.types import (
+    AwayTrajectory,
+    Group,
+    Ids,
+    Task,
+    Trajectory,
+    Turn,
+    Values,
+    no_ids,
+    no_values,
+)
 
 if TYPE_CHECKING:
     from paw.distributed.ranks import Ranks
 
 
-def exchange(
-    own_result: RolloutResult,
-    tasks: Sequence[Task],
-    ranks: "Ranks",
-    encode: Callable[[str], Ids] | None = None,
-) -> list[RolloutResult]:
-    """Return the episodes of `tasks` that each rank has played, in the order of ranks.
+def gather_turns(groups: Sequence[Group], ranks: "Ranks") -> list[Group]:
+    """Return the groups with the turns of all episodes, on every rank. A call of all ranks.
 
-    A call of all ranks. `own_result` is taken apart. Log-probs and entropies travel as float32,
-    which is what engines return. With `encode`, each rank encodes the observations of the episodes
-    that it has played.
+    This takes the memory of all of them on every rank. Log-probs and entropies travel as float32,
+    which is what engines return.
     """
-    ids, values = _take_numbers(own_result, encode)
-    # Payloads are left out, because every rank has them.
-    set_tasks(own_result, {task.id: replace(task, payload=None) for task in tasks})
+    here = [trajectory for group in groups for trajectory in group.trajectories]
+    is_partial = any(isinstance(trajectory, AwayTrajectory) for trajectory in here)
+    if not any(ranks.gather(is_partial)):
+        return list(groups)
+
+    tasks = [group.task for group in groups]
+    own_groups: list[Group] = []
+    for index, group in enumerate(groups):
+        # A task may occur more than once, so groups are known by their place. Payloads are left
+        # out, because every rank has them.
+        task = Task(str(index), group.task.kind)
+        own_groups.append(Group(task, _own_copies(group, task), index))
+    own_result = own_groups, RolloutStats()
+    ids, values = _take_numbers(own_result)
 
     gathered = ranks.gather(own_result, RolloutResult)
     gathered_ids = ranks.gather_rows(ids, int)
     gathered_values = ranks.gather_rows(values, float)
 
-    tasks_by_id = {task.id: task for task in tasks}
+    full = [Group(task, [], group.index) for task, group in zip(tasks, groups, strict=True)]
     for result, rank_ids, rank_values in zip(gathered, gathered_ids, gathered_values, strict=True):
-        _restore_numbers(result, iter(rank_ids), iter(rank_values), encoded=encode is not None)
-        set_tasks(result, tasks_by_id)
-    return gathered
+        _restore_numbers(result, iter(rank_ids), iter(rank_values))
+        rank_groups, _ = result
+        for index, group in enumerate(rank_groups):
+            for trajectory in group.trajectories:
+                trajectory.task = tasks[index]
+                full[index].trajectories.append(trajectory)
+    return full
 
 
-def _take_numbers(
-    result: RolloutResult, encode: Callable[[str], Ids] | None
-) -> tuple[list[Ids], list[Values]]:
+def _own_copies(group: Group, task: Task) -> list[Trajectory]:
+    """Return copies of the episodes that this rank has played, for `_take_numbers`."""
+    copies: list[Trajectory] = []
+    for trajectory in group.trajectories:
+        if not isinstance(trajectory, AwayTrajectory):
+            turns = [replace(turn) for turn in trajectory.turns]
+            copies.append(replace(trajectory, task=task, turns=turns))
+    return copies
+
+
+def _take_numbers(result: RolloutResult) -> tuple[list[Ids], list[Values]]:
     """Take the numbers out of the turns: four rows of ids and two rows of values for each turn.
 
     They are in the order in which `_restore_numbers` reads them.
@@ -51,12 +78,8 @@ def _take_numbers(
     ids: list[Ids] = []
     values: list[Values] = []
     for turn in turns_of(result):
-        observation_ids = no_ids()
-        if encode and turn.observation_ids is not None:
-            observation_ids = turn.observation_ids
-        elif encode:
-            observation_ids = encode(turn.observation)
         versions = no_ids() if turn.versions is None else turn.versions
+        observation_ids = no_ids() if turn.observation_ids is None else turn.observation_ids
         entropy = no_values() if turn.entropy is None else turn.entropy
         ids += [turn.prompt_ids, turn.response_ids, versions, observation_ids]
         values += [turn.sampled_logp, entropy]
@@ -70,20 +93,15 @@ def _take_numbers(
     return ids, values
 
 
-def _restore_numbers(
-    result: RolloutResult, ids: Iterator[Ids], values: Iterator[Values], *, encoded: bool
-) -> None:
-    """Give the turns the rows that `_take_numbers` took.
-
-    `encoded` says whether observations were encoded.
-    """
+def _restore_numbers(result: RolloutResult, ids: Iterator[Ids], values: Iterator[Values]) -> None:
+    """Give the turns the rows that `_take_numbers` took."""
     for turn in turns_of(result):
         turn.prompt_ids = next(ids)
         turn.response_ids = next(ids)
         versions = next(ids)
         turn.versions = versions if len(versions) else None
         observation_ids = next(ids)
-        turn.observation_ids = observation_ids if encoded else None
+        turn.observation_ids = observation_ids if len(observation_ids) else None
         turn.sampled_logp = next(values)
         entropy = next(values)
         turn.entropy = entropy if len(entropy) else None

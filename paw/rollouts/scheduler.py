@@ -33,13 +33,13 @@ from paw.rollouts.coroutine_env import CoroutineEnv, LoopCalls
 from paw.rollouts.engine_model import EngineModel
 from paw.rollouts.engines.base import Completion, Request
 from paw.rollouts.episode import EnvHandle, Episode, Model, bind, find_agent
-from paw.rollouts.exchange import exchange
 from paw.rollouts.garbage import rarer_collections
 from paw.rollouts.guard import MAX_REWARD, CheckedEnv, make_threads, number
 from paw.rollouts.loop import EpisodeLoop
+from paw.rollouts.summaries import share_summaries
 from paw.rollouts.text.chat import ContextFull
 from paw.rollouts.turns import turns_problem
-from paw.types import Group, Ids, Task, Trajectory
+from paw.types import Group, Task, Trajectory
 
 if TYPE_CHECKING:
     from paw.distributed.ranks import Ranks
@@ -86,11 +86,10 @@ class Rollouts:
     """Plays episodes with `agent`, by default that of agent.type.
 
     Environments (some are processes) are kept for later episodes. `engine` and `chat` are the
-    model's. They are None if `run_episodes` gets a `make_model` instead. With several ranks, each
-    rank encodes the world model's targets of the episodes that it has played, with
-    `encode_observation`.
+    model's. They are None if `run_episodes` gets a `make_model` instead.
 
-    `training`, `evaluation` and `play_tasks` play tasks and return groups of all ranks. They
+    `training`, `evaluation` and `play_tasks` play tasks and return groups of all ranks, those of
+    other ranks without their turns. They
     consist of `play_share`, which plays this rank's episodes, and `gather_groups`. `run_episodes`
     plays given episodes to their ends, and all others call it.
     """
@@ -104,14 +103,12 @@ class Rollouts:
         ranks: "Ranks | None" = None,
         *,
         agent: Callable[..., Any] | None = None,
-        encode_observation: Callable[[str], Ids] | None = None,
     ) -> None:
         self.factory = factory
         self.engine = engine
         self.chat = chat
         self.config = config
         self.ranks = ranks
-        self.encode_observation = encode_observation
         self.agent = agent or find_agent(config)
         self.threads = make_threads(factory, config.env, config.env.threads)
         self.loop = EpisodeLoop()
@@ -242,12 +239,13 @@ class Rollouts:
     ) -> RolloutResult:
         """Return the groups that all ranks have played, in the order of tasks.
 
-        `own_result` has this rank's parts of them. Groups with too few members left are dropped
-        here, whichever rank played them. A call of all ranks.
+        `own_result` has this rank's parts of them. Of the others' episodes there is a summary
+        (`AwayTrajectory`). Groups with too few members left are dropped here, whichever rank played
+        them. A call of all ranks.
         """
         parts = [own_result]
         if self.ranks and self.ranks.world_size > 1:
-            parts = exchange(own_result, tasks, self.ranks, self.encode_observation)
+            parts = share_summaries(own_result, tasks, self.ranks)
 
         groups = [Group(task, [], index) for index, task in enumerate(tasks)]
         for rank_groups, _ in parts:

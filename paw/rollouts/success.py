@@ -7,7 +7,7 @@ from typing import Any
 
 from paw.config.sections import Config
 from paw.envs.base import kind_name
-from paw.types import Group, Trajectory, Turn
+from paw.types import Group, Trajectory
 
 
 def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
@@ -47,15 +47,14 @@ def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> d
     metrics["success"] = successes / games
     metrics["ci_low"], metrics["ci_high"] = wilson(successes, games)
 
-    turns: list[Turn] = []
-    for episode in episodes:
-        turns += episode.turns
-    metrics["return"] = sum(episode.episode_return for episode in episodes) / len(episodes)
-    metrics["steps"] = len(turns) / len(episodes)
-    metrics["valid_actions"] = sum(turn.outcome.valid for turn in turns) / max(1, len(turns))
+    summaries = [episode.summary for episode in episodes]
+    turns = sum(summary.turns for summary in summaries)
+    valid_turns = sum(summary.valid_turns for summary in summaries)
+    metrics["return"] = sum(summary.episode_return for summary in summaries) / len(episodes)
+    metrics["steps"] = turns / len(episodes)
+    metrics["valid_actions"] = valid_turns / max(1, turns)
 
-    last_outcomes = [episode.turns[-1].outcome for episode in episodes if episode.turns]
-    scores = [outcome.score for outcome in last_outcomes if outcome.score is not None]
+    scores = [summary.score for summary in summaries if summary.score is not None]
     if scores:
         metrics["score"] = sum(scores) / len(scores)
 

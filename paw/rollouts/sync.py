@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from paw.distributed.ranks import Ranks
 from paw.errors import UserError
 from paw.model.weights import Weights
 from paw.rollouts.engines.base import Engine
 from paw.types import Ids, Sample, Values, no_ids
 
+ALONE = Ranks()
 LIMIT = 0.5
 """Allowed difference in nats between a token's two log-probs.
 
@@ -103,49 +105,82 @@ def sampled_by(samples: Sequence[Sample], version: int) -> SampledBy:
     return SampledBy(servers, np.where(versions == version, numbers, 0).astype(np.int32))
 
 
+@dataclass
+class Distances:
+    """How far the trainer's log-probs are from those of one server, over the server's tokens."""
+
+    tokens: int = 0
+    beyond_limit: int = 0
+    total: float = 0.0
+    largest: float = 0.0
+
+    @classmethod
+    def of(cls, values: Values) -> "Distances":
+        return cls(
+            tokens=len(values),
+            beyond_limit=int((~(values <= LIMIT)).sum()),  # NaN counts as well
+            total=sum(values.tolist()),
+            largest=float(values.max()),
+        )
+
+    def add(self, other: "Distances") -> None:
+        self.tokens += other.tokens
+        self.beyond_limit += other.beyond_limit
+        self.total += other.total
+        self.largest = float(np.maximum(self.largest, other.largest))  # NaN if one is NaN
+
+
 def sampler_mismatch(
     trainer: Values,
     sampled: Values,
     origins: SampledBy | None = None,
     what: str = "log-probs",
+    *,
+    ranks: Ranks = ALONE,
 ) -> dict[str, float]:
     """Return how far the trainer's log-probs [N] of tokens are from the sampler's, in nats.
 
     Returns health/sampler_mismatch (the largest distance) and health/sampler_mismatch_mean, or {}
-    without tokens. Tokens of other weights, according to `origins`, are left out.
+    without tokens. Tokens of other weights, according to `origins`, are left out. Each of `ranks`
+    gives tokens of its own, and gets the result of all.
 
-    Raises StaleWeightsError if more than `TOLERATED` of a server's tokens are beyond `LIMIT` or not
-    finite.
+    Raises StaleWeightsError on all ranks if more than `TOLERATED` of a server's tokens are beyond
+    `LIMIT` or not finite.
     """
-    distances = _distances(trainer, sampled, origins)
+    own_distances = _distances(trainer, sampled, origins)
+    distances: dict[str, Distances] = {}
+    for distances_of_rank in ranks.gather(own_distances, dict[str, Distances]):
+        for server, of_server in distances_of_rank.items():
+            distances.setdefault(server, Distances()).add(of_server)
     if not distances:
         return {}
 
-    shares_off: dict[str, float] = {}
-    for server, values in distances.items():
-        beyond_limit = int((~(values <= LIMIT)).sum())  # NaN counts as well
-        shares_off[server] = beyond_limit / len(values)
-    stale = [server for server, share in sorted(shares_off.items()) if share > TOLERATED]
-
-    reported = np.concatenate([distances[server] for server in stale or distances])
-    largest = float(reported.max())
-    mean = sum(reported.tolist()) / len(reported)
+    stale: list[str] = []
+    for server, of_server in sorted(distances.items()):
+        if of_server.beyond_limit / of_server.tokens > TOLERATED:
+            stale.append(server)
+    reported = Distances()
+    for server in stale or distances:
+        reported.add(distances[server])
+    mean = reported.total / reported.tokens
     if stale:
         shares: list[str] = []
         for server in stale:
-            share = f"{shares_off[server]:.0%} of {len(distances[server])} tokens"
+            of_server = distances[server]
+            share = f"{of_server.beyond_limit / of_server.tokens:.0%} of {of_server.tokens} tokens"
             shares.append(f"{share} of {server}" if server else share)
         raise StaleWeightsError(
             f"stale weights: the sampler's {what} differ from the trainer's "
             f"by more than {LIMIT} nats on {', '.join(shares)} "
-            f"(mean {mean:.3g}, max {largest:.3g}); {SERVER_CAUSES if stale[0] else CAUSES}",
+            f"(mean {mean:.3g}, max {reported.largest:.3g}); "
+            f"{SERVER_CAUSES if stale[0] else CAUSES}",
             stale,
         )
-    return {"health/sampler_mismatch": largest, "health/sampler_mismatch_mean": mean}
+    return {"health/sampler_mismatch": reported.largest, "health/sampler_mismatch_mean": mean}
 
 
-def _distances(trainer: Values, sampled: Values, origins: SampledBy | None) -> dict[str, Values]:
-    """Return |trainer - sampled| for each token, by the server that sampled it.
+def _distances(trainer: Values, sampled: Values, origins: SampledBy | None) -> dict[str, Distances]:
+    """Return the distances |trainer - sampled| of tokens, by the server that sampled them.
 
     The server is "" for all tokens if `origins` is None.
     """
@@ -155,9 +190,9 @@ def _distances(trainer: Values, sampled: Values, origins: SampledBy | None) -> d
         raise ValueError(f"{len(trainer)} log-probs and {len(sampled)} of the sampler")
     all_distances = np.abs(trainer.astype(np.float64) - sampled.astype(np.float64))
 
-    distances: dict[str, Values] = {}
+    distances: dict[str, Distances] = {}
     for number, server in enumerate(origins.servers, 1):
         of_server = all_distances[origins.index == number]
         if len(of_server):
-            distances[server] = of_server
+            distances[server] = Distances.of(of_server)
     return distances

@@ -1,6 +1,5 @@
 """Rows that begin alike: the tree holds each shared token once, and nothing that is learnt changes."""
 
-import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -79,22 +78,6 @@ def test_auto_shares_only_what_pays():
     assert Packing(budget=10_000, share_prefixes="auto").sharing_pays(few, [60] * 4)
     assert not Packing(budget=10_000, share_prefixes="auto", pads=True).sharing_pays(few, [60] * 4)
     assert Packing(budget=10_000, share_prefixes="always", pads=True).sharing_pays(few, [60] * 4)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_share_the_clusters_among_them(world_size):
-    draw = random.Random(world_size)
-    rows = [np.array([draw.randrange(3) for _ in range(draw.randrange(5, 30))]) for _ in range(40)]
-    made = clusters(rows, [i // 8 for i in range(40)], budget=60)
-    picked: list[int] = []
-    counts = set()
-    for rank in range(world_size):
-        packing = Packing(budget=60, rank=rank, world_size=world_size, share_prefixes="auto")
-        batches = packing.cut_clusters(made)
-        counts.add(len(batches))
-        picked += [i for batch in batches for i in batch]
-    assert sorted(picked) == list(range(40))
-    assert len(counts) == 1
 
 
 def test_a_model_that_cannot_share_refuses_always_and_ignores_auto():

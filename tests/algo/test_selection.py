@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paw.algo.rows import gather_digests
 from paw.algo.world_model import select
+from paw.distributed.ranks import Ranks
 from paw.types import Sample
 
 
@@ -109,8 +111,10 @@ def test_with_dedup_of_equal_rows_only_the_first_takes_part():
     rows[3].observation_ids = [3, 5]
     select_all = {"alpha": 1.0, "weight": 1.0, "reward_max": 1.0, "n_groups": 2}
     assert select(rows, **select_all).selected == [True] * 4
-    assert select(rows, **select_all, dedup=True).selected == [True, False, False, True]
-    assert select(rows, **select_all | {"alpha": 0.3}, dedup=True).weights == [0.5, 0.0, 0.0, 0.0]
+    distinct = gather_digests(rows, Ranks())
+    assert select(rows, **select_all, distinct=distinct).selected == [True, False, False, True]
+    few = select(rows, **select_all | {"alpha": 0.3}, distinct=distinct)
+    assert few.weights == [0.5, 0.0, 0.0, 0.0]
 
 
 def test_misuse_is_named():

@@ -346,7 +346,7 @@ def test_stale_log_probs_reach_neither_policy_nor_critic(start, tmp_path):
 
 def rank_compares(rank):
     """On rank 1 alone the sampler's entropies are of other weights."""
-    ranks = join_ranks(torch.device("cpu"), episodes=2)
+    ranks = join_ranks(torch.device("cpu"))
     logp = [-1.0, -2.0]
     tokens = TokenBatch(
         weight=torch.ones(2),

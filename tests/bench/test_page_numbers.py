@@ -770,13 +770,12 @@ def scale() -> Iterator[str]:
         yield table_line(f"{concurrent:,.0f}", f"{cpu_ms:.1f} ms", f"{connections:,.0f}")
         assert not any(row["failures"] for row in rows)
 
-    rows = read("exchange_cpu")
-    (tokens,) = distinct(rows, "tokens")
-    yield f"{tokens / 1e6:.0f} million tokens"
-    seconds, peak, end = exchange_costs("arrays")
-    yield f"{seconds:.1f} s, {peak:.1f} GiB at most and {end:.1f} in the end"
-    seconds, peak, end = exchange_costs("json")
-    yield f"{seconds:.1f} s, {peak:.1f} and {end:.1f} GiB"
+    one, two, four = (exchange_costs("rows", ranks) for ranks in (1, 2, 4))
+    all_two, all_four = (exchange_costs("all", ranks) for ranks in (2, 4))
+    yield f"{one[1]:.3f} GiB on top of the process alone, {two[1]:.3f} of two ranks and {four[1]:.3f} of four"
+    yield f"got all turns, {all_two[1]:.3f} and {all_four[1]:.3f}"
+    yield f"are {one[0]:.2f}, {two[0]:.2f} and {four[0]:.2f}: they do not fall"
+    yield f"they are {all_two[0]:.2f} and {all_four[0]:.2f}"
 
     in_turn = median_row(read("ahead_cpu", ahead="0"))
     ahead = median_row(read("ahead_cpu", ahead="1"))
@@ -791,13 +790,11 @@ def scale() -> Iterator[str]:
     yield f"a difference of {points(paired(current, late), sign=True)} points"
 
 
-def exchange_costs(way: str) -> tuple[float, float, float]:
-    """The most of both ranks: processor seconds, GiB above the process's own at the peak and at the
-    end."""
-    rows = read("exchange_cpu", way=way)
+def exchange_costs(way: str, ranks: int) -> tuple[float, float]:
+    """The most of all ranks: processor seconds, GiB above the process's own at the peak."""
+    rows = read("exchange_cpu", way=way, ranks=str(ranks))
     peak = max(row["peak_gib"] - row["base_gib"] for row in rows)
-    end = max(row["end_gib"] - row["base_gib"] for row in rows)
-    return max(values(rows, "cpu_s")), peak, end
+    return max(values(rows, "cpu_s")), peak
 
 
 def median_row(rows: Rows) -> dict[str, float]:

@@ -185,7 +185,7 @@ def planned():
 def shards(folder):
     """Two offloaded ranks give the bits of one process, and a checkpoint that any number of
     ranks can read."""
-    group = join_ranks(torch.device("cpu"), episodes=8)
+    group = join_ranks(torch.device("cpu"))
     plain, plain_optimizer = make()
     sharded = copy.deepcopy(plain)
     for layer in sharded:

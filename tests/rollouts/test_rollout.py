@@ -5,21 +5,21 @@ import asyncio
 import itertools
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 import torch
 from environments import Game, Honest, factory, raises
+from together import make_ranks, on_all
 from toyworld import make_chat, make_engine, make_factory, practised_model
 
 from paw.algo.samples import sequences, to_samples
 from paw.config import plugins
 from paw.config.sections import Config, ModelConfig, RolloutConfig
-from paw.distributed.parallel import DistributedRanks
 from paw.envs.base import train_tasks
 from paw.rollouts.engines.base import Request
 from paw.rollouts.episode import derive_seed, plain
+from paw.rollouts.exchange import gather_turns
 from paw.rollouts.scheduler import Rollouts
 from paw.types import Outcome, Task
 
@@ -250,23 +250,6 @@ def test_a_failing_episode_is_left_out_and_changes_no_other(model):
     assert rollouts.engine.pending == 0
 
 
-class Together(DistributedRanks):
-    """One of several ranks, each in a thread of this process."""
-
-    def __init__(self, rank, table, meeting):
-        self.rank = rank
-        self.world_size = len(table)
-        self.table = table
-        self.meeting = meeting
-
-    def gather_flat(self, values):
-        self.table[self.rank] = values
-        self.meeting.wait(10)
-        gathered = list(self.table)
-        self.meeting.wait(10)
-        return gathered
-
-
 async def one_fails(env, model):
     """Fails in the second episode of the second task."""
     if (env.task.id, env.episode.trajectory.member) == ("train/0/1", 1):
@@ -308,7 +291,6 @@ def assert_same_turns(groups, wanted):
         assert ours.outcome == theirs.outcome
         assert ours.version == theirs.version
         assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)
-        assert ours.observation_ids.tolist() == [len(ours.outcome.observation), 1]
         if member:
             assert ours.versions is None
             assert ours.entropy == pytest.approx(theirs.entropy, abs=1e-5)
@@ -322,8 +304,6 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
     """The result does not depend on the number of ranks; whether a group is too small is known
     only when all ranks have reported."""
     alone = Rollouts(Honest(CONFIG.env), make_engine(model), make_chat(), CONFIG, agent=one_fails)
-    table = [None] * world
-    meeting = threading.Barrier(world)
 
     def make_rank(rank):
         return Rollouts(
@@ -331,12 +311,11 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
             make_engine(model),
             make_chat(),
             CONFIG,
-            ranks=Together(rank, table, meeting),
+            ranks=rank,
             agent=one_fails,
-            encode_observation=lambda text: [len(text), 1],
         )
 
-    ranks = [make_rank(rank) for rank in range(world)]
+    ranks = [make_rank(rank) for rank in make_ranks(world)]
     tasks = train_tasks(alone.factory, 0, 3, 0)
     options = {"group_size": size, "temperature": 1.0, "seed": 0, "stream": "train/0"}
     played_by_rank = [rank.play_share(tasks, **options) for rank in ranks]
@@ -347,15 +326,20 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
             if episode.member == 0:
                 pretend_other_weights(episode)
 
-    def share(rank, played_there):
-        return rank.gather_groups(played_there, tasks, size)
+    def share(rank):
+        groups, rank_statistics = ranks[rank.rank].gather_groups(
+            played_by_rank[rank.rank], tasks, size
+        )
+        returns = [episode.episode_return for episode in episodes_of(groups)]
+        return gather_turns(groups, rank), rank_statistics, returns
 
-    with ThreadPoolExecutor(world) as pool:
-        shared = list(pool.map(share, ranks, played_by_rank))
+    shared = on_all([rank.ranks for rank in ranks], share)
     wanted, statistics = play(alone, tasks, group_size=size)
     assert statistics.groups_dropped == (size == 2)
     assert len(statistics.failed) == (size > 1)
-    for groups, rank_statistics in shared:
+    wanted_returns = [episode.episode_return for episode in episodes_of(wanted)]
+    for groups, rank_statistics, returns in shared:
+        assert returns == wanted_returns
         assert [group.task for group in groups] == [group.task for group in wanted]
         assert [group.index for group in groups] == [group.index for group in wanted]
         assert vars(rank_statistics).keys() == vars(statistics).keys()

@@ -542,6 +542,15 @@ def test_what_fits_is_left_alone_and_keys_on_the_command_line_stay(capsys):
     assert plan["settings"]["lora.rank"] == 0
 
 
+def test_more_cards_than_a_mini_batch_has_turns_are_named(capsys):
+    words = ["plan", "alfworld-grpo-paw-7b", "--gpus", "64x80GB", "--hosts", "8"]
+    for turns, said in ((64, False), (63, True)):
+        cli.main([*words, "--optim.minibatch_samples", str(turns)])
+        output = " ".join(capsys.readouterr().out.split())
+        line = "64 cards train on 63 turns a step, so 1 have nothing to do"
+        assert (line in output) == said
+
+
 def planned(capsys, *words, code=0):
     """What `paw plan ... --json` prints for Qwen3-4B on a card of 24 GB."""
     assert (

@@ -190,6 +190,6 @@ def as_sampled_by(run: Run, groups: list[Group]) -> list[Group]:
     turns = [
         turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
     ]
-    for turn, (logp, _) in zip(turns, run.log_probs(run.policy, rows), strict=True):
+    for turn, (logp, _) in zip(turns, run.log_probs(run.policy, rows).values(), strict=True):
         turn.sampled_logp = logp
     return groups

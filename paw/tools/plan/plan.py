@@ -96,7 +96,7 @@ SOURCES = {
     "step": "published: 0.27 s; assumed: half the memory's rate",
     "sync": "published: to servers 8.3 GB/s by NCCL, 1.6 to files; assumed: 25 into the process's "
     "own engine",
-    "host": "measured: 1.5 us a token on a CPU core",
+    "host": "measured: 1.5 us a token on a CPU core, for the tokens that a rank holds",
     "checkpoint": "published: 1.6 GB/s of a host; assumed: 25 of a rank, if --host-gib holds a "
     "copy; by run.save_every",
 }
@@ -307,7 +307,7 @@ class Plan(Memory):
             "update": epochs * (learning_s + offloaded),
             "step": steps * (STEP_S + state_s + weights_s),
             "sync": self._sync(),
-            "host": self.N * turns * tokens * HOST_S,
+            "host": turns * tokens * HOST_S,
             "checkpoint": checkpoint_s / config.run.save_every if config.run.save_every else 0.0,
         }
 

@@ -228,6 +228,12 @@ def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Itera
     for plan in quicker:
         options = words(plan.config, best.config)
         yield f"{plan.step_s:.0f} s where episodes may be of the update before: {options}"
+    minibatch = best.config.optim.minibatch_samples
+    if minibatch < best.N:
+        yield (
+            f"{best.N} cards train on {minibatch} turns a step, so {best.N - minibatch} have nothing"
+            f" to do: --optim.minibatch_samples {best.N} or more (docs/scale.md#the-next-wall)"
+        )
     if best.hosts > 1 and any(plan.config.engine.gpus for plan in (best, *quicker)):
         yield (
             "on several machines start servers by hand:"

@@ -96,7 +96,7 @@ class Samples:
     """
 
     def on_evaluation(self, run: "Run", groups: list[Group], metrics: dict[str, Any]) -> None:
-        for group in groups[:MAX_EPISODES]:
+        for group in run.full_groups(groups[:MAX_EPISODES]):
             sample = sample_episode(run, group.trajectories[0])
             if run.log:
                 run.log.sample(run.step, sample)

@@ -1,0 +1,236 @@
+"""The rows of an update on several ranks: nobody has all, and the update is that of one rank."""
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from together import make_ranks, on_all
+
+from paw.algo.advantages import gigpo
+from paw.algo.loss import token_batch
+from paw.algo.packing import Packing
+from paw.algo.rows import gather_digests, gather_numbers, held, share_scalars, with_all_rows
+from paw.algo.samples import micro_batches, minibatches, to_samples
+from paw.algo.world_model import select
+from paw.away import AwayError
+from paw.distributed.ranks import Ranks
+from paw.rollouts.base import RolloutStats
+from paw.rollouts.exchange import gather_turns
+from paw.rollouts.summaries import share_summaries
+from paw.types import Group, Outcome, Task, Trajectory, Turn
+
+CPU = torch.device("cpu")
+SYSTEM = [1, 2, 3, 4, 5, 6]
+SEPARATOR = [9]
+
+
+def make_turn(draw, prompt_ids, *, last):
+    """A turn with numbers that tell it from all others."""
+    response = [draw.randrange(20, 99) for _ in range(draw.randrange(1, 5))]
+    reward = draw.choice([0.0, 1.0, 0.3]) if last else 0.0
+    observation = draw.choice(["door", "mug", "a long hall"])
+    return Turn(
+        prompt_ids=prompt_ids,
+        response_ids=response,
+        sampled_logp=[-draw.randrange(1, 64) / 16 for _ in response],
+        entropy=[draw.randrange(1, 64) / 16 for _ in response],
+        prompt="p",
+        response="r",
+        outcome=Outcome(observation, reward, last, won=reward == 1.0, valid=draw.random() > 0.2),
+        anchor=draw.choice("abc"),
+        version=draw.randrange(3),
+        server=draw.choice(["http://a", "http://b"]),
+    )
+
+
+def encode(text):
+    return [ord(letter) for letter in text]
+
+
+def make_episode(draw, task, member):
+    """Prompts of one message, or a conversation, in which some observations are not as raw."""
+    turns = []
+    count = draw.randrange(1, 6)
+    is_conversation = draw.random() < 0.5
+    prompt = [*SYSTEM, draw.randrange(20, 99)]
+    for step in range(count):
+        turn = make_turn(draw, list(prompt), last=step == count - 1)
+        turns.append(turn)
+        if is_conversation:
+            seen = encode(turn.outcome.observation) if draw.random() < 0.7 else [11]
+            prompt = [*prompt, *turn.response_ids, *SEPARATOR, *seen, 12]
+        else:
+            prompt = [*SYSTEM, *(draw.randrange(20, 99) for _ in range(draw.randrange(1, 6)))]
+    return Trajectory(task, member, turns)
+
+
+def make_groups(count, size):
+    draw = random.Random(count)
+    groups = []
+    for index in range(count):
+        task = Task(f"task {index}", "kind", payload=object())
+        members = [make_episode(draw, task, member) for member in range(size)]
+        groups.append(Group(task, members, index))
+    return groups
+
+
+def play_share(groups, ranks):
+    """The groups as this rank sees them after the rollout; members are dealt in blocks."""
+    size = len(groups[0].trajectories)
+    share = range(
+        len(groups) * size * ranks.rank // ranks.world_size,
+        len(groups) * size * (ranks.rank + 1) // ranks.world_size,
+    )
+    own = []
+    for group in groups:
+        members = [t for t in group.trajectories if group.index * size + t.member in share]
+        if members:
+            own.append(Group(group.task, members, group.index))
+    parts = share_summaries((own, RolloutStats()), [group.task for group in groups], ranks)
+    seen = [Group(group.task, [], group.index) for group in groups]
+    for rank_groups, _ in parts:
+        for group in rank_groups:
+            seen[group.index].trajectories += group.trajectories
+    return seen
+
+
+def prepared(groups, ranks, share_prefixes):
+    """The update's samples, as `paw.trainer.prepare` makes them; entropies are the sampler's."""
+    several = ranks.world_size > 1
+    share = partial(
+        share_scalars, ranks=ranks, anchors="equality", share_prefixes=share_prefixes != "never"
+    )
+    samples = to_samples(
+        play_share(groups, ranks) if several else groups,
+        separator_ids=SEPARATOR,
+        encode_observation=encode,
+        invalid_penalty=0.1,
+        rank=ranks.rank,
+        share=share if several else None,
+    )
+    for sample, advantage in zip(samples, gigpo(samples), strict=True):
+        sample.advantage = advantage
+    packing = Packing(budget=60, share_prefixes=share_prefixes, ranks=ranks if several else None)
+    micro_batches(samples, packing, with_observation=False, device=CPU)  # the scoring pass
+    own = held(samples, ranks)
+    for i in own:
+        samples[i].old_logp = [logp - 0.5 for logp in samples[i].sampled_logp]
+    entropies = gather_numbers(samples, [max(samples[i].sampled_entropy) for i in own], ranks)
+    for sample, entropy in zip(samples, entropies, strict=True):
+        sample.entropy = entropy
+    digests = gather_digests(samples, ranks)
+    selection = select(
+        samples,
+        n_groups=len(groups),
+        alpha=0.5,
+        weight="adaptive",
+        reward_max=1.0,
+        distinct=digests,
+    )
+    for sample, weight in zip(samples, selection.weights, strict=True):
+        sample.wm_weight = weight
+    return samples, packing
+
+
+def learnt(groups, share_prefixes, ranks):
+    """What each sample gives to the update: (prediction contexts, targets and what losses read)."""
+    samples, packing = prepared(groups, ranks, share_prefixes)
+    scalars = [(s.score, s.advantage, s.entropy, s.wm_weight, s.token_weight) for s in samples]
+    assert ranks.world_size == 1 or len(held(samples, ranks)) < len(samples)
+    rows = []
+    counts = []
+    for epoch in range(2):
+        for number, minibatch in enumerate(minibatches(samples, size=12, seed=epoch)):
+            batches = micro_batches(
+                minibatch,
+                packing,
+                with_observation=True,
+                device=CPU,
+                skip=lambda sample: not sample.advantage and not sample.wm_weight,
+            )
+            counts.append(len(batches))
+            for batch in batches:
+                rows += rows_of(batch, minibatch, len(samples), (epoch, number))
+    return scalars, rows, counts
+
+
+def rows_of(batch, minibatch, update_samples, place):
+    """(place, sample, token, weight, ...) of each target of a micro-batch."""
+    if not batch.indices:
+        return []
+    tokens = token_batch(batch, minibatch, update_samples=update_samples)
+    names = [(minibatch[i].trajectory, minibatch[i].step) for i in batch.indices]
+    columns = zip(
+        tokens.sample.tolist(),
+        batch.target.tolist(),
+        batch.input_ids[batch.position].tolist(),
+        tokens.weight.tolist(),
+        tokens.advantage.tolist(),
+        tokens.old_logp.tolist(),
+        tokens.sampled_logp.tolist(),
+        strict=True,
+    )
+    return [(place, names[sample], *rest) for sample, *rest in columns]
+
+
+@pytest.mark.parametrize("share_prefixes", ["never", "auto"])
+@pytest.mark.parametrize(("world", "count", "size"), [(2, 4, 3), (3, 4, 3), (4, 3, 1)])
+def test_an_update_is_that_of_one_rank(world, count, size, share_prefixes):
+    """Uneven shares, more ranks than episodes; advantages, selection and weights to the bit."""
+    scalars, rows, _ = learnt(make_groups(count, size), share_prefixes, Ranks())
+    results = on_all(make_ranks(world), partial(learnt, make_groups(count, size), share_prefixes))
+    together = []
+    for rank_scalars, rank_rows, counts in results:
+        assert rank_scalars == scalars
+        assert counts == results[0][2]
+        together += rank_rows
+    assert sorted(together) == sorted(rows)
+
+
+def test_the_tokens_of_a_group_that_share_prefixes_stay_together():
+    """Each rank computes about as many tokens more than once as one rank does."""
+    groups = make_groups(8, 4)
+
+    def computed(ranks):
+        samples, packing = prepared(groups, ranks, "always")
+        batches = micro_batches(samples, packing, with_observation=False, device=CPU)
+        return sum(batch.shared_tokens for batch in batches)
+
+    alone = computed(Ranks())
+    shared = sum(on_all(make_ranks(2), computed))
+    assert 0.75 * alone < shared
+
+
+def test_rows_that_are_away_have_a_length_and_say_how_to_get_them():
+    groups = make_groups(3, 2)
+
+    def read(ranks):
+        samples = prepared(groups, ranks, "never")[0]
+        remote = next(sample for sample in samples if sample.holder != ranks.rank)
+        assert len(remote.response_ids) > 0
+        for reading in (list, np.asarray, lambda row: row[0]):
+            with pytest.raises(AwayError, match=r"are on rank .* @estimator\(tokens=True\)"):
+                reading(remote.prompt_ids)
+        full = with_all_rows(samples, ranks)
+        return [(list(s.prompt_ids), list(s.response_ids), list(s.old_logp)) for s in full]
+
+    first, second = on_all(make_ranks(2), read)
+    assert first == second
+    expected = prepared(groups, Ranks(), "never")[0]
+    assert first == [(list(s.prompt_ids), list(s.response_ids), list(s.old_logp)) for s in expected]
+
+
+def test_callbacks_can_have_the_turns_of_all_ranks():
+    groups = make_groups(3, 2)
+
+    def gather(ranks):
+        seen = play_share(groups, ranks)
+        with pytest.raises(AwayError):
+            [turn for group in seen for episode in group.trajectories for turn in episode.turns]
+        full = gather_turns(seen, ranks)
+        assert gather_turns(full, ranks) == full
+        return full
+
+    assert on_all(make_ranks(3), gather) == [groups] * 3
