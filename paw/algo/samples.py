@@ -115,7 +115,7 @@ def _begins_with(turn: Turn, previous: Turn) -> bool:
 def _away_samples(trajectory: AwayTrajectory, group: int, index: int) -> list[Sample]:
     """Return samples without any content, for the turns of the trajectory with that index."""
     nothing = away(0, trajectory.rank)
-    rows = dict.fromkeys(("prompt_ids", "response_ids", *IDS, *VALUES), nothing)
+    rows: dict[str, Any] = dict.fromkeys(("prompt_ids", "response_ids", *IDS, *VALUES), nothing)
     rows |= dict.fromkeys(("sampled_entropy", "token_advantage", "ref_logp"))
     samples: list[Sample] = []
     for step in range(len(trajectory.turns)):
