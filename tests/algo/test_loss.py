@@ -8,7 +8,17 @@ from itertools import accumulate
 
 import pytest
 import torch
-from joint import VOCAB, Objective, dense, make_rows, packed, relative, tiny_policy, token_logps
+from joint import (
+    VOCAB,
+    Objective,
+    dense,
+    make_rows,
+    packed,
+    packed_in_ranks,
+    relative,
+    tiny_policy,
+    token_logps,
+)
 
 from paw.algo import loss as losses
 from paw.algo.loss import log_probs
@@ -83,7 +93,7 @@ def test_sequences_that_share_their_prefixes_have_the_same_loss_and_gradient(bud
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert relative(gradient, expected_gradient) < 1e-6
 
-    parts = [packed(policy, rows, FULL, share=(rank, 2), **options) for rank in range(2)]
+    parts = packed_in_ranks(policy, rows, FULL, 2, **options)
     assert sum(part_loss for part_loss, _ in parts) == pytest.approx(expected_loss, rel=1e-5)
     assert relative(sum(part for _, part in parts), expected_gradient) < 1e-6
 
@@ -161,10 +171,8 @@ def test_no_way_of_cutting_the_batch_changes_the_gradient(policy, rows, norm):
         cuts.append(packed(policy, shuffled, objective, update_samples=40, budget=100))
     loss_of_ranks = 0.0
     gradient_of_ranks = torch.zeros_like(expected_gradient)
-    for rank in range(3):
-        loss, gradient = packed(
-            policy, rows, objective, update_samples=40, budget=60, share=(rank, 3)
-        )
+    shares = packed_in_ranks(policy, rows, objective, 3, update_samples=40, budget=60)
+    for loss, gradient in shares:
         loss_of_ranks += loss
         gradient_of_ranks += gradient
     cuts.append((loss_of_ranks, gradient_of_ranks))

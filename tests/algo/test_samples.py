@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from joint import VOCAB, Objective, dense, fill, make_lm, make_row, packed, relative, tiny_policy
+from joint import (
+    VOCAB,
+    Objective,
+    dense,
+    fill,
+    make_lm,
+    make_row,
+    packed,
+    packed_in_ranks,
+    relative,
+    tiny_policy,
+)
 
 from paw.algo.loss import log_probs
 from paw.algo.packing import Packing
@@ -252,9 +263,6 @@ def test_minibatches_keep_sequences_together_and_ranks_share_them():
     assert [len(part) for part in parts] == [10, 10, 10]
     assert all(len(sequences(part, with_observation=False)) == 2 for part in parts)
     whole = packed(policy, samples, Objective(), update_samples=30)
-    shares = [
-        packed(policy, samples, Objective(), update_samples=30, budget=60, share=(rank, 4))
-        for rank in range(4)
-    ]
+    shares = packed_in_ranks(policy, samples, Objective(), 4, update_samples=30, budget=60)
     assert sum(loss for loss, _ in shares) == pytest.approx(whole[0], rel=1e-6)
     assert relative(sum(gradient for _, gradient in shares), whole[1]) < 1e-6

@@ -166,7 +166,7 @@ def vanilla_step(policy, optimizer, minibatch):
         columns = []
         for i in batch.indices:
             columns += [(live[i].advantage, old_logp) for old_logp in live[i].old_logp]
-        advantage, old_logp = torch.tensor(columns).unbind(1)
+        advantage, old_logp = torch.tensor(columns, dtype=torch.float32).unbind(1)
         tokens = TokenBatch(
             torch.full_like(old_logp, weight), advantage.isnan(), advantage, old_logp, old_logp
         )

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from together import make_ranks, on_all
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -183,36 +184,56 @@ def gradients(policy, loss=None):
     return torch.cat([part.double().flatten() for part in parts])
 
 
-def packed(
+def packed(policy, minibatch, objective, *, update_samples, **options):
+    """(loss, gradient) of a mini-batch, as the trainer makes them: through the fused head."""
+    batches = batches_of(policy, minibatch, **options)
+    return learned(policy, batches, minibatch, objective, update_samples)
+
+
+def packed_in_ranks(policy, minibatch, objective, count, *, update_samples, **options):
+    """`packed` of each of several ranks, which hold the trajectories in turn."""
+    ranks = make_ranks(count)
+    minibatches = []
+    for _ in ranks:
+        rows = copy.deepcopy(minibatch)
+        for row in rows:
+            row.holder = row.trajectory % count
+        minibatches.append(rows)
+
+    batches = on_all(
+        ranks, lambda rank: batches_of(policy, minibatches[rank.rank], ranks=rank, **options)
+    )
+    results = []
+    for own_batches, rows in zip(batches, minibatches, strict=True):
+        results.append(learned(policy, own_batches, rows, objective, update_samples))
+    return results
+
+
+def batches_of(
     policy,
     minibatch,
-    objective,
     *,
-    update_samples,
     budget=10**6,
     with_observation=True,
     skip=None,
-    share=(0, 1),
+    ranks=None,
     share_prefixes="never",
 ):
-    """(loss, gradient) of a mini-batch, or a rank's share, as the trainer makes them: through the
-    fused head."""
-    rank, world_size = share
-    total = 0.0
-    batches = micro_batches(
-        minibatch,
-        Packing(
-            budget=budget,
-            pads=policy.pads_sequences,
-            quadratic=policy.quadratic,
-            rank=rank,
-            world_size=world_size,
-            share_prefixes=share_prefixes,
-        ),
-        with_observation=with_observation,
-        device=policy.device,
-        skip=skip,
+    packing = Packing(
+        budget=budget,
+        pads=policy.pads_sequences,
+        quadratic=policy.quadratic,
+        share_prefixes=share_prefixes,
+        ranks=ranks,
     )
+    return micro_batches(
+        minibatch, packing, with_observation=with_observation, device=policy.device, skip=skip
+    )
+
+
+def learned(policy, batches, minibatch, objective, update_samples):
+    """(loss, gradient) of micro-batches."""
+    total = 0.0
     for batch in batches:
         out, _ = objective.forward(policy, batch, minibatch, update_samples)
         out.loss.backward()
