@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paw.algo.prefixes import prefix_tree
 from paw.config.sections import LoraConfig
+from paw.io.files import write_file
 from paw.model.lora import adapters_off, add_adapters
 from paw.model.patches import apply_liger, compile_layers
 from paw.model.policy import DTYPES, Policy
@@ -77,7 +78,7 @@ def main() -> None:
     request = Request(**json.loads(sys.argv[1]))
     die_with_parent(request.parent)
     verdict = judge(request)
-    Path(sys.argv[2]).write_text(json.dumps(asdict(verdict)), encoding="utf-8")
+    write_file(Path(sys.argv[2]), json.dumps(asdict(verdict)))
 
 
 def judge(request: Request) -> Verdict:

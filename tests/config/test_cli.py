@@ -15,7 +15,7 @@ from paw.config.recipe import dump, known_keys, load
 from paw.tools.reference import meaning
 
 COMMANDS = list(cli.COMMANDS)
-HEAVY = ("torch", "transformers", "numpy", "vllm", "textworld", "matplotlib")
+HEAVY = ("torch", "transformers", "vllm", "textworld", "matplotlib")
 
 
 def mistake(capfd, *words) -> str:

@@ -59,7 +59,7 @@ def test_without_its_adapters_the_model_is_the_base_and_merged_it_is_the_policy(
     assert logps(untrained_policy, rows).tolist() == base_logps.tolist()
     with adapters_off(policy.lm), adapters_off(base.lm):  # which has none
         assert logps(policy, rows).tolist() == base_logps.tolist()
-        assert logps(base, rows) == base_logps
+        assert logps(base, rows).tolist() == base_logps.tolist()
     assert logps(policy, rows).tolist() == trained_logps.tolist()
 
     sent_weights = dict(full_parameters(policy.lm))

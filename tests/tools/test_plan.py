@@ -627,7 +627,8 @@ def test_a_refusal_names_numbers_and_settings_that_pass():
     advised = dict(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
     check_fits(load("alfworld-gigpo-paw", {"model.path": NAME} | advised), shape, machine)
     assert advised.keys() <= {key for change in FALLBACKS for key in change} | {
-        "engine.gpu_memory_utilization"
+        "engine.gpu_memory_utilization",
+        "engine.max_num_seqs",
     }
 
 
