@@ -153,7 +153,7 @@ def check_training_sees_what_play_showed(trajectories, samples):
     for sample in samples:
         expected += sample.response_ids.tolist()
         for _, target_ids in sample.targets:
-            expected += target_ids
+            expected += target_ids.tolist()
     assert batch.target.tolist() == expected
 
 

@@ -384,9 +384,11 @@ def test_training_takes_as_long_as_in_published_runs(run):
 
 
 def test_the_hosts_time_is_as_measured():
-    rows = COMMON.read(COMMON.RESULTS / "host_cpu.csv")
-    measured = sum(median(float(row[key]) for row in rows) for key in ("encode_us", "pack_us"))
-    assert pytest.approx(1e-6 * measured, rel=0.1) == HOST_S
+    encoding = COMMON.read(COMMON.RESULTS / "host_cpu.csv")
+    rest = COMMON.read(COMMON.RESULTS / "host_part_cpu.csv")
+    measured = median(float(row["encode_us"]) for row in encoding)
+    measured += median(float(row["us_a_token"]) for row in rest)
+    assert pytest.approx(1e-6 * measured, rel=0.05) == HOST_S
 
 
 def test_pages_have_what_the_plan_says():
