@@ -178,7 +178,7 @@ def test_a_conversation_is_one_sequence_in_which_training_sees_what_play_shows(n
     check_training_sees_what_play_showed(trajectories, samples)
     end = chat.response_ids("")[-1:]
     for sample, (_, is_cut) in zip(samples, answers, strict=True):
-        assert sample.separator_ids == end * is_cut + chat.separator_ids
+        assert sample.separator_ids.tolist() == end * is_cut + chat.separator_ids
     assert {is_cut for _, is_cut in answers} == {True, False}
 
 
@@ -261,7 +261,7 @@ def test_a_conversation_that_outgrows_its_context_ends_with_the_end_token():
         check_training_sees_what_play_showed([trajectory], samples)
         row = row_of(samples[-1])
         assert len(samples) == turn_count
-        assert next_prompt[: len(row)] == row
+        assert next_prompt[: len(row)].tolist() == row
 
 
 def test_without_a_world_model_nothing_follows_an_answer():
@@ -294,7 +294,7 @@ def test_an_answer_that_a_server_cut_gets_its_end_token():
     assert len(samples) == 12
     assert all(sample.server == peer.url for sample in samples)
     for before, after in pairwise(trajectories[0].turns):
-        shown = before.prompt_ids + before.response_ids + chat.response_ids("")[-1:]
+        shown = [*before.prompt_ids, *before.response_ids, *chat.response_ids("")[-1:]]
         assert after.prompt_ids[: len(shown)].tolist() == shown
 
 
