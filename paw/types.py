@@ -187,11 +187,15 @@ class WithArrays:
     """Fields of integers."""
     VALUES: ClassVar[tuple[str, ...]]
     """Fields of real numbers."""
+    _CONVERTERS: ClassVar[dict[str, Callable[[Any], np.ndarray]]]
+    """The function that makes an array, by field."""
+
+    def __init_subclass__(cls) -> None:
+        cls._CONVERTERS = dict.fromkeys(cls.IDS, as_ids) | dict.fromkeys(cls.VALUES, as_values)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_array = name in self.IDS or name in self.VALUES
-        if is_array and value is not None and not isinstance(value, Away):
-            convert = as_ids if name in self.IDS else as_values
+        convert = self._CONVERTERS.get(name)
+        if convert is not None and value is not None and not isinstance(value, Away):
             try:
                 value = convert(value)
             except (TypeError, OverflowError) as error:
