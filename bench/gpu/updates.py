@@ -70,8 +70,8 @@ def measure(model: str, keys: dict[str, str], folder: Path) -> dict[str, float]:
     rows = samples(SMALL if is_small else SIZES, SMALL_VOCABULARY if is_small else VOCABULARY)
     tokens = 0
     for row in rows:
-        tokens += len(row.prompt_ids + row.response_ids)
-        tokens += len(row.separator_ids + row.observation_ids)
+        tokens += len(row.prompt_ids) + len(row.response_ids)
+        tokens += len(row.separator_ids) + len(row.observation_ids)
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     with trainer(make_folder(model, folder), dtype=dtype, keys=keys) as (run, meter):
         score(run, rows)
