@@ -326,7 +326,6 @@ def closes(subject: Subject) -> str:
     with subject.new_environment() as environment:
         environment.reset(subject.tasks[0])
         environment.close()
-        environment.close()
     return ""
 
 
