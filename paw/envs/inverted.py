@@ -52,7 +52,11 @@ class VerifiersConfig(EnvConfig):
 
 
 class InvertedEnv:
-    """One rollout at a time."""
+    """One rollout at a time, on an event loop of its own.
+
+    The methods are plain functions, which run in a thread, so a rollout that blocks its loop costs
+    only its own episode, and a rollout ends with every task of its loop.
+    """
 
     tools: list[dict[str, Any]]
     """The tools that the first request offers."""
@@ -60,6 +64,7 @@ class InvertedEnv:
     def __init__(self, play: Play, config: VerifiersConfig) -> None:
         self._play = play
         self.config = config
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._rollout: asyncio.Task[float] | None = None
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
         # Set by `reset` and `step`.
@@ -67,12 +72,34 @@ class InvertedEnv:
         """The request that waits for an answer."""
         self._messages: list[Message] = []
 
-    async def reset(self, task: Task) -> str:
+    def reset(self, task: Task) -> str:
         """Start a rollout. Returns the last message's text.
 
         Raises EnvironmentFailure if it fails, hangs, or ends without asking the model.
         """
-        await self.close()
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(self._start(task))
+
+    def context(self) -> list[Message]:
+        return list(self._messages)
+
+    def step(self, response: str) -> Outcome:
+        """Answer the request. The observation is what the next request adds to the conversation."""
+        assert self._loop is not None, "step() before reset()"
+        return self._loop.run_until_complete(self._answer(response))
+
+    def close(self) -> None:
+        """End the rollout and its loop."""
+        if self._loop is None:
+            return
+        try:
+            self._loop.run_until_complete(self._end())
+        finally:
+            self._loop.close()
+            self._loop = None
+
+    async def _start(self, task: Task) -> str:
+        await self._end()
         self._requests = asyncio.Queue()
         self._rollout = asyncio.create_task(self._run(task.payload))
         request = await self._next()
@@ -85,11 +112,7 @@ class InvertedEnv:
         self.tools = request.body.get("tools") or []
         return self._messages[-1]["content"]
 
-    def context(self) -> list[Message]:
-        return list(self._messages)
-
-    async def step(self, response: str) -> Outcome:
-        """Answer the request. The observation is what the next request adds to the conversation."""
+    async def _answer(self, response: str) -> Outcome:
         reply = response if isinstance(response, Reply) else Reply(response)
         action = "; ".join(map(str, reply.calls)) or reply.content
         valid = bool(action.strip()) and not reply.problem
@@ -138,8 +161,8 @@ class InvertedEnv:
         self._messages = [_plain(message) for message in new_messages]
         return self._messages[-1:]
 
-    async def close(self) -> None:
-        """End the rollout and everything else on this episode's own event loop."""
+    async def _end(self) -> None:
+        """End the rollout and everything else on the loop."""
         rollout = self._rollout
         self._rollout = None
         if rollout is not None:

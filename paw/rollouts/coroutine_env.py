@@ -8,6 +8,7 @@ awaiting stalls all episodes, so the first is named in a warning.
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from paw.errors import EnvironmentFailure, describe, to_stderr
@@ -128,15 +129,19 @@ class LoopCalls:
         return value
 
     async def close(self, environment: CoroutineEnv) -> None:
-        """Close an environment, whatever it raises, once its last call has ended.
+        """Close an environment, whatever it raises or cancels, once its last call has ended.
 
         Returns when the time is up at the latest.
         """
         last_call = environment.checked.last_call
         if last_call and not last_call.done():
-            await asyncio.wait([last_call], timeout=GRACE_S)
+            # The environment may cancel its own episode's tasks, so also the one that runs this.
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([last_call], timeout=GRACE_S)
         task, answer = self._start(environment, environment.close)
-        await answer
+        while not answer.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([answer])
         if not task.done():
             task.cancel()
 

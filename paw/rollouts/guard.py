@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import json
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -174,6 +174,10 @@ class CheckedEnv:
     def checked_action(self, response: object) -> str:
         return self._answer("format_action()", response)
 
+    def admissible_responses(self) -> list[str]:
+        """Return a well-formed response per admissible action."""
+        return self._run(self._admissible_responses)
+
     def close(self) -> None:
         """Close the environment, unless it is closed already."""
         if self.is_closed:
@@ -189,7 +193,21 @@ class CheckedEnv:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
 
+    def _run(self, function: Callable[[], Any]) -> Any:
+        """Return what `function` does, which uses the environment."""
+        return function()
+
     def _call(self, name: str, *args: Any, default: Any = None) -> Any:
+        return self._run(partial(self._result_of, name, *args, default=default))
+
+    def _admissible_responses(self) -> list[str]:
+        responses = []
+        for action in self.checked_actions(self._result_of("admissible_actions", default=[])):
+            response = self._result_of("format_action", action, default=action)
+            responses.append(self.checked_action(response))
+        return responses
+
+    def _result_of(self, name: str, *args: Any, default: Any = None) -> Any:
         """Return the method's result, awaited if async, or `default` if there is no such method."""
         method = getattr(self._environment, name, None)
         result = method(*args) if method else default
@@ -269,7 +287,8 @@ class CheckedEnv:
 class TimedEnv(CheckedEnv):
     """A new environment of a factory, with a time limit of env.step_timeout_s for its calls.
 
-    Calls run in a thread, unless the environment is one of this project's.
+    Calls run in a thread, unless the environment is one of this project's. Changing threads takes
+    longer than most calls, so `admissible_responses` counts as one call.
     """
 
     def __init__(self, factory: EnvFactory, config: EnvConfig) -> None:
@@ -284,8 +303,8 @@ class TimedEnv(CheckedEnv):
         finally:
             self._threads.close()
 
-    def _call(self, name: str, *args: Any, default: Any = None) -> Any:
-        return self._threads.call(partial(super()._call, name, *args, default=default))
+    def _run(self, function: Callable[[], Any]) -> Any:
+        return self._threads.call(function)
 
 
 def number(name: str, value: Any, low: float, high: float) -> float:

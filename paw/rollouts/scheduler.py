@@ -469,11 +469,13 @@ class Rollouts:
         return calls
 
     def _close_on_loop(self, environments: Sequence[CheckedEnv]) -> None:
+        async def close(environment: CheckedEnv) -> None:
+            # As in an episode of its own, so that it cannot cancel how others are closed.
+            self.loop.enter(Trajectory(Task("closing"), member=0))
+            await self._loop_calls.close(CoroutineEnv(environment, self.threads))
+
         async def close_all() -> None:
-            calls = []
-            for environment in environments:
-                calls.append(self._loop_calls.close(CoroutineEnv(environment, self.threads)))
-            await asyncio.gather(*calls)
+            await asyncio.gather(*map(close, environments))
             await self._loop_calls.settle(STOP_S)
 
         self.loop.run_until_complete(close_all())

@@ -132,7 +132,9 @@ def test_one_that_dies_or_is_silent_costs_the_episodes_of_its_process(
     assert stats.metrics()["health/processes_lost"] == 1
     assert {failure.partition(": ")[2] for failure in stats.failures} == reasons
     episodes = episodes_of(groups)
-    assert len(episodes) == 8
+    # Environments are made at the same time, so a process may have had all of a group but one
+    # member, which is dropped.
+    assert 8 - stats.groups_dropped <= len(episodes) <= 8
     assert all(episodes[key] == wanted[key] for key in episodes)
     groups, stats = play(played)  # another process has taken its place
     assert stats.failures == []

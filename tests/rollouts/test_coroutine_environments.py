@@ -263,6 +263,28 @@ def test_what_it_does_costs_its_own_episode_and_closes_it(capfd, act, reason):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("whose", ["its own", "all"])
+def test_one_that_cancels_tasks_when_it_is_closed_costs_no_other_episode(whose):
+    """After a failure, and at the end of the run."""
+
+    async def close(self):
+        current = asyncio.current_task()
+        with suppress(RuntimeError):  # others' tasks cannot be cancelled
+            for task in asyncio.all_tasks() - {current}:
+                if whose == "all" or task.trajectory is current.trajectory:
+                    task.cancel()
+        await AsyncGame.close(self)
+
+    games = game(act=raising(OSError("broken")), close=close)
+    rollouts = rollouts_of(games)
+    groups, stats = play(rollouts)
+    assert len(stats.failures) == 2
+    assert all(": OSError: broken" in failure for failure in stats.failures), stats.failures
+    assert [len(group.trajectories) for group in groups] == [3, 3]
+    rollouts.close()
+    assert [made.closings for made in games.made] == [1] * 8
+
+
 def test_a_result_of_the_wrong_kind_costs_its_episode():
     async def step(self, response):
         return "won" if len(self.made) else None

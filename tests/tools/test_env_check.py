@@ -127,7 +127,7 @@ FAULTS = {
         ),
         'the call add({"n": ',
     ),
-    "closes": (broken(close=lambda self: delattr(self, "secret")), "raised AttributeError"),
+    "closes": (broken(close=lambda self: self.server.stop()), "raised AttributeError"),
 }
 OTHERS = [
     (

@@ -148,7 +148,7 @@ def two_ranks_warm_up(rank, folder):
     measured."""
     os.environ["PAW_CACHE"] = str(folder)
     factory = make_factory(max_turns=4)
-    ranks = join_ranks(torch.device("cpu"), episodes=8)
+    ranks = join_ranks(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         measure_often(patch)
         folders = [ensure_warm_model(small_warm_up(max_steps=12), factory, quiet, ranks)]
@@ -253,23 +253,29 @@ def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkey
     )
 
 
-def test_the_first_line_comes_before_anything_that_takes_long(tmp_path):
-    """Of the command, before torch is imported, which this child cannot; of the warm-up, before a
-    game is played."""
-    words = ["train", "quickstart", "--run.dir", str(tmp_path), "--gpus", "2"]
-    code = f"import sys; sys.modules['torch'] = None; import paw.cli; paw.cli.main({words})"
+@pytest.mark.parametrize("gpus", ["1", "2"])
+def test_the_first_line_of_the_command_comes_before_torch_is_loaded(tmp_path, gpus):
+    """Neither the command nor a rank that it starts can load torch here."""
+    (tmp_path / "torch.py").write_text("raise ImportError('this torch cannot be loaded')")
     env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), *sys.path])),
         "PAW_CACHE": str(tmp_path),
     }
+    command = [sys.executable, "-m", "paw", "train", "quickstart"]
     result = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+        [*command, "--run.dir", str(tmp_path), "--gpus", gpus],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert result.returncode == 1
-    assert "import of torch halted" in result.stderr
+    assert "this torch cannot be loaded" in result.stderr
     assert result.stdout.startswith("warm-up: loading PyTorch; ")
     assert result.stdout.count("\n") == 1
 
+
+def test_the_first_line_of_the_warm_up_comes_before_a_game_is_played(tmp_path):
     class Unplayable:
         def __getattr__(self, name):
             raise LookupError("played")
@@ -277,7 +283,7 @@ def test_the_first_line_comes_before_anything_that_takes_long(tmp_path):
     messages = []
     config = Config(model=ModelConfig(path="quickstart"), env=ENV)
     with pytest.raises(LookupError, match="played"):
-        warmup._warm_up(config, Unplayable(), messages.append, tmp_path)
+        warmup._warm_up(config, Unplayable(), messages.append, examiner=None, folder=tmp_path)
     assert messages == ["warm-up: 12,000 turns of expert play, whose words are the vocabulary"]
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from paw.envs import make_factory
 from paw.envs.base import (
     EnvFactory,
-    admissible_responses,
     eval_tasks,
     means_all_kinds,
     read_tasks,
@@ -275,7 +274,7 @@ def garbage(subject: Subject) -> str:
 def well_formed_answers(subject: Subject) -> str:
     with subject.new_environment() as environment:
         environment.reset(subject.tasks[0])
-        answers = admissible_responses(environment)[:20]
+        answers = environment.admissible_responses()[:20]
         response = oracle_of(environment)
         if response is not None:
             answers.append(response)
@@ -325,7 +324,6 @@ def tools(subject: Subject) -> str:
 def closes(subject: Subject) -> str:
     with subject.new_environment() as environment:
         environment.reset(subject.tasks[0])
-        environment.close()
         environment.close()
     return ""
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from paw.config.sections import EnvConfig
-from paw.envs.base import EnvFactory, admissible_responses, train_tasks
+from paw.envs.base import EnvFactory, train_tasks
 from paw.errors import NoOracleError, quietly
 from paw.rollouts.guard import CheckedEnv, TimedEnv
 from paw.tools.env_check.env_calls import valid_call
@@ -193,7 +193,7 @@ def by_oracle(environment: CheckedEnv, turn: int) -> str:
 
 def by_chance(environment: CheckedEnv, turn: int) -> str:
     """Draw by the turn's number an admissible response, else a tool call, else a text."""
-    responses = admissible_responses(environment)
+    responses = environment.admissible_responses()
     if not responses and environment.tools and turn % (CALLS + 1) < CALLS:
         for tool in environment.tools:
             call = valid_call(tool, turn)
@@ -218,7 +218,7 @@ def look(environment: CheckedEnv) -> tuple[Any, str]:
 
     Also asks for the admissible actions and the oracle, since this must change nothing.
     """
-    admissible_responses(environment)
+    environment.admissible_responses()
     oracle_of(environment)
     return environment.context(), environment.anchor()
 

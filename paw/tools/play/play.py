@@ -8,7 +8,7 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,9 +59,9 @@ class PlayedGame(TimedEnv):
         with _as_environment_failure():
             super().__init__(factory, config)
 
-    def _call(self, name: str, *args: Any, default: Any = None) -> Any:
+    def _run(self, function: Callable[[], Any]) -> Any:
         with _as_environment_failure():
-            return super()._call(name, *args, default=default)
+            return super()._run(function)
 
 
 @contextmanager
