@@ -2,8 +2,6 @@
 
 import copy
 from dataclasses import replace
-from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from paw.config.sections import LoraConfig
 from paw.distributed.ranks import Ranks, full_tensor
 from paw.model.attention import decoder_layers
 from paw.model.lora import add_adapters
-from paw.model.patches import compile_layers
 from paw.model.policy import Policy
 
 SHARP = {"initializer_range": 0.1, "num_hidden_layers": 4}
@@ -88,10 +85,6 @@ def check(kind, checkpointing, ranks):
     single = Ranks()
     rows = make_rows(tiny_policy("qwen3", **SHARP), 16)
     alone, shared = make(kind, checkpointing), make(kind, checkpointing)
-    if kind == "compiled":
-        with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-            compile_layers(alone.lm)
-            compile_layers(shared.lm)
     exact = Policy(copy.deepcopy(make(kind, "none").lm).float(), dtype="float32")
     for layer in (part for part in exact.lm.modules() if part._forward_pre_hooks):
         layer._forward_pre_hooks.clear(), layer._forward_hooks.clear()
@@ -117,7 +110,6 @@ def check_all(rank):
         ("tied", "selective"),
         ("untied", "full"),
         ("lora", "full"),
-        ("compiled", "none"),
     ):
         check(kind, checkpointing, ranks)
     ranks.close()

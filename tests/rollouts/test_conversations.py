@@ -458,7 +458,7 @@ def caller(tmp_path_factory):
         sample = expert_play.example(chat, config, turn.prompt, reply, turn.observation, turn.tools)
         assert chat.decode(sample.separator_ids) == "\nuser\n<tool_response>\n"
         assert isinstance(turn.response, Reply)
-        row_ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+        row_ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]], dtype=torch.long)
         start = len(sample.prompt_ids)
         model(
             input_ids=row_ids,
