@@ -208,27 +208,20 @@ def test_a_trial_tells_wrong_layers_from_right_ones(monkeypatch, model_folder, f
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj", "down_proj"]}
 COMBINED = {
-    "selective checkpointing": {"checkpointing": "selective"},
-    "offloading": {"offload_activations": True},
-    "full checkpointing, adapters": {
-        "checkpointing": "full",
-        "weights": "bfloat16",
-        "lora": LORA,
-    },
+    "checkpointing": "full",
+    "offload_activations": True,
+    "weights": "bfloat16",
+    "lora": LORA,
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMBINED)
-def test_compiled_layers_pass_with_everything_they_are_combined_with(
-    monkeypatch, model_folder, name
-):
+def test_compiled_layers_pass_with_everything_they_are_combined_with(monkeypatch, model_folder):
     """With a compiler back end that generates no code, as in test_patches.py."""
-    if "adapters" in name:
-        pytest.importorskip("peft")
+    pytest.importorskip("peft")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch.compiler.reset()
-    verdict = judge(make_request(model_folder, **COMBINED[name]))
+    verdict = judge(make_request(model_folder, **COMBINED))
     assert 0 < verdict.share <= 1, verdict
 
 
