@@ -13,9 +13,9 @@ PIP_INSTALL := $(PY) -m pip install -q --disable-pip-version-check --no-compile
 ARGS ?=
 # Of the quickstart: two on a machine without a GPU, each with a thread; two threads of one are hardly faster than one.
 PROCESSES := $(shell command -v nvidia-smi >/dev/null || test "$$(getconf _NPROCESSORS_ONLN)" -lt 2 || echo --gpus 2)
-JOBS ?= 4
-# Each file in one process: what its tests share is made once. The longest comes first (tests/conftest.py). Two more
-# processes than cores: many tests wait for processes of their own.
+JOBS ?= 3
+# Each file in one process: what its tests share is made once. The longest comes first (tests/conftest.py). One more
+# process than cores: many tests wait for processes of their own. A fourth gains two seconds in a hundred.
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test check fast lint docs lines constraints soak gpu gpu-is-there clean

@@ -239,6 +239,8 @@ class Callback:
                     self.on_update(run, metrics)
 
         if run.step == 2:
+            while run.config.run.save_every and not any(run.directory.glob("checkpoints/step_*")):
+                time.sleep(0.01)  # that of update 1 is still being written
             match os.environ.get("ATTACK"):
                 case "renamed":
                     run.directory.rename(run.directory.with_name("elsewhere"))
