@@ -67,7 +67,7 @@ MOST_SEQUENCES = 1024
 
 vLLM's own largest default, on cards of 70 GiB or more (vllm/engine/arg_utils.py).
 """
-HOST_S = 1.7e-6
+HOST_S = 1.6e-6
 """Seconds of a core per token, of which 1.25e-6 encode it.
 
 Measured (bench/results/host_cpu.csv, host_part_cpu.csv).
