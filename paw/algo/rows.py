@@ -19,17 +19,9 @@ from paw.away import away
 from paw.config.traits import Anchors
 from paw.types import Sample
 
-IDS = ("separator_ids", "observation_ids", "versions")
+IDS = tuple(name for name in Sample.IDS if name not in ("prompt_ids", "response_ids"))
 """Rows of integers that move, besides the prompt and the response."""
-VALUES = (
-    "sampled_logp",
-    "sampled_entropy",
-    "token_advantage",
-    "values",
-    "returns",
-    "old_logp",
-    "ref_logp",
-)
+VALUES = Sample.VALUES
 """Rows of real numbers that move."""
 DIGEST_BYTES = 16
 

@@ -173,7 +173,7 @@ class ModelConfig(Section):
     attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"
     """Attention over packed sequences (sdpa pads them). auto takes the first that works. All give
     the same log-probs."""
-    compile: Literal["auto"] | bool = "auto"
+    compile: Literal["auto", True, False] = "auto"
     """torch.compile of every decoder layer. auto compiles on a GPU if a trial at the start of the
     run shows the results and gradients of eager layers, and not with selective checkpointing, whose
     choice compiled layers hide. true ends the run if the trial fails."""
@@ -181,7 +181,7 @@ class ModelConfig(Section):
     """Several ranks: how weights, gradients and moments are divided. world divides them among all
     ranks. node divides them among the ranks of a machine, with a copy on each machine. none gives
     every rank everything."""
-    liger: Literal["auto"] | bool = "auto"
+    liger: Literal["auto", True, False] = "auto"
     """Liger's kernels for norms, rotary embedding and SwiGLU (the vocabulary head is always PaW's),
     with the same trial. auto takes them if model.compile = "auto" cannot compile."""
     head_backend: Literal["auto", "triton", "cuda", "cpu", "torch", "quack"] = "auto"
