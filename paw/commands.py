@@ -14,6 +14,7 @@ from paw.config.recipe import load, recipe_names
 from paw.envs import make_factory
 from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.errors import to_stderr
+from paw.io.imports import no_collections
 from paw.tools.experiment.runs import VARIANTS, parse_seeds
 from paw.tools.plan.fit import BASE
 
@@ -36,7 +37,9 @@ def _run_of(module: str) -> Command:
     """Return a module's function `run(options, overrides)`. Its first call imports the module."""
 
     def run(options: argparse.Namespace, overrides: Overrides) -> int:
-        return importlib.import_module(module).run(options, overrides)
+        with no_collections():
+            command = importlib.import_module(module)
+        return command.run(options, overrides)
 
     return run
 

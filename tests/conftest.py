@@ -58,11 +58,12 @@ QUICK = {
     "run.updates": 2,
     "warmup.max_steps": 40,
     "env.invalid_penalty": 0.1,
+    "env.max_turns": 4,
     # The barely trained model never wins: penalties are what the policy learns from.
     "advantage.penalty_only": "keep",
     "rollout.tasks": 4,
     "rollout.group_size": 4,
-    "eval.games": 8,
+    "eval.games": 4,
 }
 
 
