@@ -99,7 +99,6 @@ def test_nothing_of_the_machine_can_be_seen_or_changed(shell, tmp_path, monkeypa
         ("while :; do :; done", 0.3, "took longer"),
         ("trap '' TERM INT; sleep 1e9 & wait", 0.3, "took longer"),
         ("f() { f | f & }; f; sleep 9", 0.5, "took longer"),
-        ("for ((i=0;; i++)); do head -c 1M /dev/zero > f$i; done", 20, "left more than 8 MiB"),
     ],
 )
 def test_a_command_that_runs_into_a_limit_is_stopped_and_the_next_one_works(
@@ -109,7 +108,7 @@ def test_a_command_that_runs_into_a_limit_is_stopped_and_the_next_one_works(
     assert status is None
     assert why in stopped
     assert len(output) <= sandbox.OUTPUT_MAX
-    assert run(shell, "rm -f f*; cat a.txt") == ("one\ntwo\n", 0, "")
+    assert run(shell, "cat a.txt") == ("one\ntwo\n", 0, "")
 
 
 @needs_bubblewrap
@@ -128,6 +127,8 @@ def test_a_file_has_a_largest_size_and_a_full_folder_is_reported(shell, folder):
     assert run(shell, "head -c 100M /dev/zero > big")[1] != 0
     assert folder.path("/work/big").stat().st_size == 8 << 20
     assert "left more than 8 MiB" in run(shell, "head -c 1M /dev/zero > more")[2]
+    endless = "for ((i=0;; i++)); do head -c 1M /dev/zero > f$i; done"
+    assert "left more than 8 MiB" in run(shell, endless)[2]
 
 
 @needs_bubblewrap
@@ -387,8 +388,9 @@ def test_folders_of_all_three_formats_are_played_and_checked(data):
 @needs_bubblewrap
 def test_a_container_of_the_users_is_one_sandbox_from_start_to_check(data):
     factory = load_data(data, container=OTHER_USERS_CONTAINER)
-    with read_tasks(factory, "train", 0) as tasks:
-        task = next(task for task in [*tasks] if task.id == "own")
+    with read_tasks(factory, "test", 0) as tasks:
+        task = tasks[0]
+    assert task.id == "own"
     environment = factory.make()
     environment.reset(task)
     seen = environment.step("<action>echo $IMAGE; pwd; ls /tests; x=1</action>").observation

@@ -216,9 +216,11 @@ class TerminalEnv:
         assert self._folder is not None and self._shell is not None
         folder = self._folder
         self._shell.close()
-        for inside in {path.split("/")[1] for path in (*task.check.files, task.check.reward_file)}:
-            if inside:  # an agent may have made one of its own
-                remove(folder.root / inside)
+        new_files = [*task.check.files]
+        if task.check.reward_file:
+            new_files.append(task.check.reward_file)
+        for top in {inside.split("/")[1] for inside in new_files}:
+            remove(folder.root / top)  # the task may have one, and the agent may have changed it
         for inside, source in task.check.files.items():
             copy(folder, inside, source)
         if task.check.reward_file:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from paw.envs.terminal.settings import TaskKind
 
-WORDS = ("red", "blue", "green", "gold", "pink")
+WORDS = ("red", "blue", "green", "gold")
 FILES = ("a", "b", "c")
 ANSWER = "out"
 """File for the answer of a question."""
