@@ -6,8 +6,9 @@
 The second command writes the minutes of a run that had the machine to itself (`make train`) to
 quickstart_alone.csv. The first writes bench/results/quickstart.csv (one line an evaluation, with
 device and versions), quickstart_t04.csv (the same games before and after training, at the paper's
-temperature of 0.4) and docs/learning_curve.png; for another recipe quickstart_long.csv and
-quickstart_long_t04.csv, or terminal_quickstart.csv and so on. Seeds that already have a finished run there are read, not trained again.
+temperature of 0.4) and docs/learning_curve.png; for another recipe two files of its name, such as
+quickstart_long.csv and quickstart_long_t04.csv. Seeds that already have a finished run there are
+read, not trained again.
 """
 
 import argparse
