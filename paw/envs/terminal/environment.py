@@ -141,7 +141,7 @@ class TerminalEnv:
         self._folder.clear()
         for name, content in task.files.items():
             self._folder.write(f"{WORK}/{name}", content.encode())
-        self._folder.hand_over()
+        self._hand_over(self._folder)
         if self._shell is None:
             self._shell = self._new_shell(self._folder, WORK, {}, image="")
 
@@ -149,8 +149,13 @@ class TerminalEnv:
         self.close()
         self._folder = new_folder()
         task.fill(self._folder)
-        self._folder.hand_over()
+        self._hand_over(self._folder)
         self._shell = self._new_shell(self._folder, task.workdir, task.variables, image=task.image)
+
+    def _hand_over(self, folder: Folder) -> None:
+        """Let commands change the files. A container has users of its own."""
+        if self.config.container is None:
+            folder.hand_over()
 
     def _new_shell(
         self, folder: Folder, workdir: str, variables: dict[str, str], *, image: str

@@ -111,7 +111,7 @@ def _own(path: Path) -> TaskFolder:
 def _harbor(path: Path) -> TaskFolder:
     settings = checked(
         dict[str, Any],
-        tomllib.loads(_text(path, "task.toml")),
+        tomllib.loads((path / "task.toml").read_text(encoding="utf-8")),
         origin=f"env.data: {path / 'task.toml'}",
     )
     _required(path, "tests/test.sh")
