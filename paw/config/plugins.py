@@ -48,6 +48,7 @@ ENVS = {
     "alfworld": "paw.envs.alfworld.factory:AlfworldFactory",
     "webshop": "paw.envs.webshop.factory:WebshopFactory",
     "search": "paw.envs.search.factory:SearchFactory",
+    "terminal": "paw.envs.terminal.factory:TerminalFactory",
     "tau2": "paw.envs.tau2:Tau2Factory",
     "next_state": "paw.envs.next_state:NextStateFactory",
     "verifiers": "paw.envs.bridges.verifiers:VerifiersFactory",
