@@ -57,6 +57,7 @@ QUICK = {
     "run.threads": 1,
     "run.updates": 2,
     "warmup.max_steps": 40,
+    "warmup.corpus_turns": 1500,
     "env.invalid_penalty": 0.1,
     "env.max_turns": 4,
     # The barely trained model never wins: penalties are what the policy learns from.
