@@ -14,7 +14,7 @@ from paw.config.recipe import load
 from paw.errors import UserError
 from paw.tools.plan.elementwise import assumed_layers, eager_traffic, saved_traffic
 from paw.tools.plan.fit import FALLBACKS, Machine, changed, check_fits, check_machine, fit, get
-from paw.tools.plan.plan import HOST_S, Plan, Play
+from paw.tools.plan.plan import HOST_S, TURN_S, Plan, Play
 from paw.tools.plan.plan_memory import HEAD_BUFFER
 from paw.tools.plan.shapes import SHAPES, Shape, from_config, shape_of
 
@@ -389,6 +389,11 @@ def test_the_hosts_time_is_as_measured():
     measured = median(float(row["encode_us"]) for row in encoding)
     measured += median(float(row["us_a_token"]) for row in rest)
     assert pytest.approx(1e-6 * measured, rel=0.05) == HOST_S
+
+    simulated = COMMON.read(COMMON.RESULTS / "exchange_simulated.csv")[-1]
+    assert simulated["simulated_ranks"] == "512"
+    turn_s = float(simulated["sum_s"]) / float(simulated["turns"])
+    assert pytest.approx(turn_s, rel=0.05) == TURN_S
 
 
 def test_pages_have_what_the_plan_says():

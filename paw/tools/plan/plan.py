@@ -72,6 +72,11 @@ HOST_S = 1.6e-6
 
 Measured (bench/results/host_cpu.csv, host_part_cpu.csv).
 """
+TURN_S = 3.7e-6
+"""Seconds of a core per turn of all ranks, on each rank: its numbers, and the placement of its rows.
+
+Measured as one of 512 ranks (bench/results/exchange_simulated.csv).
+"""
 
 # Turns as `paw profile --synthetic` draws them. "Measured" means in generated full-size games of
 # ALFWorld.
@@ -96,7 +101,8 @@ SOURCES = {
     "step": "published: 0.27 s; assumed: half the memory's rate",
     "sync": "published: to servers 8.3 GB/s by NCCL, 1.6 to files; assumed: 25 into the process's "
     "own engine",
-    "host": "measured: 1.5 us a token on a CPU core, for the tokens that a rank holds",
+    "host": "measured: 1.6 us a token on a CPU core, for the tokens that a rank holds, and 3.7 us a "
+    "turn of all ranks",
     "checkpoint": "published: 1.6 GB/s of a host; assumed: 25 of a rank, if --host-gib holds a "
     "copy; by run.save_every",
 }
@@ -307,7 +313,7 @@ class Plan(Memory):
             "update": epochs * (learning_s + offloaded),
             "step": steps * (STEP_S + state_s + weights_s),
             "sync": self._sync(),
-            "host": turns * tokens * HOST_S,
+            "host": turns * tokens * HOST_S + play.episodes * play.turns * TURN_S,
             "checkpoint": checkpoint_s / config.run.save_every if config.run.save_every else 0.0,
         }
 
