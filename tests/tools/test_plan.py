@@ -558,6 +558,13 @@ def test_more_cards_than_a_mini_batch_has_turns_are_named(capsys):
         assert (line in output) == said
 
 
+def test_the_number_of_cards_from_which_the_hosts_time_hardly_falls_is_named(capsys):
+    for cards, said in ((64, False), (512, True)):
+        words = ["--gpus", f"{cards}x80GB", "--hosts", str(cards // 8)]
+        cli.main(["plan", "alfworld-grpo-paw-7b", *words, "--optim.minibatch_samples", "512"])
+        assert ("for the numbers of all turns" in capsys.readouterr().out) == said
+
+
 def planned(capsys, *words, code=0):
     """What `paw plan ... --json` prints for Qwen3-4B on a card of 24 GB."""
     assert (

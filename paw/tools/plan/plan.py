@@ -313,9 +313,15 @@ class Plan(Memory):
             "update": epochs * (learning_s + offloaded),
             "step": steps * (STEP_S + state_s + weights_s),
             "sync": self._sync(),
-            "host": turns * tokens * HOST_S + play.episodes * play.turns * TURN_S,
+            "host": sum(self.host_seconds()),
             "checkpoint": checkpoint_s / config.run.save_every if config.run.save_every else 0.0,
         }
+
+    def host_seconds(self) -> tuple[float, float]:
+        """Return the seconds of a rank's core for (the tokens it holds, the numbers of all turns)."""
+        turns = self.play.episodes * self.play.turns
+        tokens_of_rank = turns / self.N * (self.play.length + self.play.observation)
+        return tokens_of_rank * HOST_S, turns * TURN_S
 
     def _eager_seconds(self) -> tuple[float, float]:
         """Return the extra seconds of eager layers for a token, (forward, backward); 0 if fused."""
