@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from paw.tools.experiment.results import PAPER, Interval, interval, paired, points
+from paw.tools.plan.plan import HOST_S
 from paw.tools.profile import memory_gib, overhead, pick
 
 ROOT = Path(__file__).parents[2]
@@ -786,6 +787,16 @@ def scale() -> Iterator[str]:
             f"{row['rows_mib']:.1f}",
             f"{row['columns_mib']:.1f}",
         )
+
+    most_ranks = read("exchange_simulated")[-1]
+    turn_us = 1e6 * most_ranks["sum_s"] / most_ranks["turns"]
+    own_turn_us = 1e6 * HOST_S * most_ranks["tokens"] / most_ranks["turns"]
+    million = most_ranks["tokens"] / 1e6
+    yield f"for all turns is about {turn_us:.1f} us a turn, {most_ranks['sum_s']:.1f} s here"
+    yield f"update is {1e6 * HOST_S:.1f} us a token"
+    yield f"counts both), which is {own_turn_us / 1000:.1f} ms"
+    yield f"equal at about {round(own_turn_us / turn_us, -1):.0f} ranks"
+    yield f"of {million:.0f} million tokens, each of 64 ranks\ncomputes {million / 64:.1f} million"
 
     in_turn = median_row(read("ahead_cpu", ahead="0"))
     ahead = median_row(read("ahead_cpu", ahead="1"))

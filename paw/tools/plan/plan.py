@@ -72,7 +72,7 @@ HOST_S = 1.6e-6
 
 Measured (bench/results/host_cpu.csv, host_part_cpu.csv).
 """
-TURN_S = 3.7e-6
+TURN_S = 3.5e-6
 """Seconds of a core per turn of all ranks, on each rank: its numbers, and the placement of its rows.
 
 Measured as one of 512 ranks (bench/results/exchange_simulated.csv).
@@ -101,7 +101,7 @@ SOURCES = {
     "step": "published: 0.27 s; assumed: half the memory's rate",
     "sync": "published: to servers 8.3 GB/s by NCCL, 1.6 to files; assumed: 25 into the process's "
     "own engine",
-    "host": "measured: 1.6 us a token on a CPU core, for the tokens that a rank holds, and 3.7 us a "
+    "host": "measured: 1.6 us a token on a CPU core, for the tokens that a rank holds, and 3.5 us a "
     "turn of all ranks",
     "checkpoint": "published: 1.6 GB/s of a host; assumed: 25 of a rank, if --host-gib holds a "
     "copy; by run.save_every",
