@@ -8,7 +8,7 @@ plots/, report.html}
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from paw import hooks
 from paw.algo.loss import log_probs
 from paw.algo.rows import share_scalars
 from paw.algo.samples import minibatches
+from paw.algo.shared_samples import SharedSamples
 from paw.build import (
     WITHOUT_TOOLS,
     Parts,
@@ -156,8 +157,8 @@ class Run(Parts, RunProgress):
         """Whether any rank was told to stop. Signals reach ranks at different moments."""
         return any(self.ranks.gather(self.signal.requested))
 
-    def share_scalars(self, samples: list[Sample]) -> None:
-        """Fill the samples of other ranks, see `algo.rows.share_scalars`."""
+    def share_scalars(self, samples: SharedSamples) -> None:
+        """Fill the numbers of the samples of all ranks, see `algo.rows.share_scalars`."""
         share_scalars(
             samples,
             self.ranks,
@@ -165,7 +166,9 @@ class Run(Parts, RunProgress):
             share_prefixes=self.packing.share_prefixes != "never",
         )
 
-    def log_probs(self, model: Policy, samples: list[Sample]) -> dict[int, tuple[Values, float]]:
+    def log_probs(
+        self, model: Policy, samples: Sequence[Sample]
+    ) -> dict[int, tuple[Values, float]]:
         """Return (log-probs, mean entropy) of the samples that this rank holds, by their index.
 
         See `algo.loss.log_probs`. The ranks share the batches.
@@ -202,7 +205,7 @@ class Run(Parts, RunProgress):
         if must_move:
             self.reference.to("cpu")
 
-    def minibatches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
+    def minibatches(self, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
         """Yield the samples of each optimizer step of the update, over all epochs.
 
         Policy and critic use the same mini-batches.
