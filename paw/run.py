@@ -52,13 +52,14 @@ from paw.model.host import peak_gib
 from paw.model.lora import adapters_off
 from paw.model.policy import Policy, full_parameters, pick_device
 from paw.progress import RunProgress
+from paw.rollouts.attempts import evaluation_metrics
 from paw.rollouts.background.ahead import AsyncRollouts
 from paw.rollouts.base import RolloutSource
 from paw.rollouts.engines import find_engine
 from paw.rollouts.engines.weight_folders import remove_abandoned
 from paw.rollouts.exchange import gather_turns
 from paw.rollouts.scheduler import Rollouts
-from paw.rollouts.success import more_context, success_metrics, success_text
+from paw.rollouts.success import more_context, success_text
 from paw.rollouts.sync import StaleWeightsError
 from paw.rundir.about import describe_run, header_lines
 from paw.rundir.directory import OpenDirectory, open_directory
@@ -268,14 +269,14 @@ class Run(Parts, RunProgress):
             self.save(wait=False)
 
     def evaluate(self, rollouts: RolloutSource) -> None:
-        """Play each evaluation game once and add `eval/*` to the metrics.
+        """Play the evaluation games and add `eval/*` to the metrics.
 
         Raises TrainingStopped if every episode failed, after the update has been logged and saved.
         """
         self.check_directory()
         with self.stage("eval"):
             groups, stats = rollouts.evaluation(self.counting("evaluation"))
-            success = success_metrics(groups, stats.failed)
+            success = evaluation_metrics(groups, stats.failed, attempts=self.config.eval.attempts)
             for name, value in success.items():
                 self.metrics[f"eval/{name}"] = value
             if groups and stats.context_full == sum(len(group.trajectories) for group in groups):

@@ -477,6 +477,8 @@ class EvalConfig(Section):
     """Updates between evaluations. 0 evaluates only at the start and the end."""
     games: Natural = 128
     """Number of games, drawn from the split with eval.seed. 0 plays the whole split."""
+    attempts: Count = 1
+    """Attempts at each game. More than one also give pass@k and best-of-k."""
     temperature: NonNegative = 0.4
     """Sampling temperature; 0 is greedy."""
     seed: Seed = 1000

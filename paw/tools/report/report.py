@@ -153,6 +153,7 @@ def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
         plots_dir,
         ("learning_curve", "Success over training", plots.learning_curve(runs, (4.8, 3.04))),
         ("success_by_kind", "Success by task type", plots.success_by_kind(runs, (3.6, 3.4))),
+        ("pass_at_k", "Success in k attempts (pass@k)", plots.pass_at_k(runs, (4.8, 3.04))),
     )
     yield "Learning", "", "pair-wide", learning
 

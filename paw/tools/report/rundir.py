@@ -3,6 +3,7 @@
 Files that a crash left half-written are read as far as possible.
 """
 
+import re
 import sys
 import tomllib
 from contextlib import suppress
@@ -54,6 +55,19 @@ class Run:
     def at(self, key: str, step: int) -> float | None:
         """Return the value at one step, or None if it was not logged."""
         return self.metrics.get(key, {}).get(step)
+
+    def attempts_at(self, step: int) -> dict[int, tuple[float, tuple[float, float]]]:
+        """Return pass@k of the evaluation of a step and its interval, by k in increasing order."""
+        values: dict[int, tuple[float, tuple[float, float]]] = {}
+        for key in self.metrics:
+            match = re.fullmatch(r"eval/pass_at_([1-9][0-9]{0,5})", key)
+            value = self.at(key, step)
+            if match and value is not None:
+                low = self.at(f"{key}_low", step)
+                high = self.at(f"{key}_high", step)
+                interval = (value if low is None else low, value if high is None else high)
+                values[int(match[1])] = value, interval
+        return dict(sorted(values.items()))
 
     @property
     def updates(self) -> int:
