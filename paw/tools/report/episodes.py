@@ -123,7 +123,8 @@ def embedded(index: EpisodeIndex, limit: int = PAGE_BYTES) -> tuple[list[Row], d
 
     If not all fit, they are spread evenly over the run, and include its first and last.
     """
-    total = sum(place.size for place in index.places.values())
+    # Of a long line, only the first turns are shown.
+    total = sum(min(place.size, 2 * EPISODE_CHARS) for place in index.places.values())
     order = sorted(range(len(index.rows)), key=lambda i: (index.rows[i]["step"], i))
     count = len(order)
     if total > limit:

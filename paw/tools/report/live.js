@@ -41,6 +41,24 @@ async function replaceRest() {
   }
 }
 
+const rest = { isStale: false, isBeingReplaced: false };
+
+/** Replace the rest if it is stale. Drawing takes seconds, and episodes do not wait for it. */
+async function refreshRest() {
+  if (rest.isBeingReplaced) return;
+  rest.isBeingReplaced = true;
+  try {
+    while (rest.isStale) {
+      rest.isStale = false;
+      await replaceRest();
+    }
+  } catch {
+    rest.isStale = true; // the next poll tries again, and reports what is wrong
+  } finally {
+    rest.isBeingReplaced = false;
+  }
+}
+
 async function poll() {
   const status = document.getElementById("live");
   if (!document.hidden) {
@@ -48,7 +66,8 @@ async function poll() {
       const answers = [];
       for (let index = 0; index < page.runs.length; index += 1) answers.push(await addRows(index));
       if (answers.some((answer) => answer.hasNewRows)) drawTable();
-      if (answers.some((answer) => answer.hasNewMetrics)) await replaceRest();
+      if (answers.some((answer) => answer.hasNewMetrics)) rest.isStale = true;
+      refreshRest();
       status.textContent = `live · looked at ${new Date().toLocaleTimeString()}`;
       status.classList.remove("trouble");
     } catch (error) {
