@@ -126,7 +126,8 @@ def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
     folder = str(tiny_llm(tmp_path / "model"))
     settings = {
         "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 2, "eval.games": 3, "eval.attempts": 2,
-        "eval.temperature": 1.0, "engine.type": "transformers", "rollout.max_response_tokens": 12, "model.dtype": "float32",
+        "eval.temperature": 1.0, "engine.type": "transformers", "rollout.max_response_tokens": 12,
+        "model.dtype": "float32",
     }  # fmt: skip
     paw_here("eval", folder, "--env", "alfworld", settings, "--out", tmp_path / "out")
     lines = [
