@@ -16,6 +16,7 @@ import torch
 
 from paw.algo.loss import target_count
 from paw.algo.samples import Batch
+from paw.algo.shared_samples import column
 from paw.rollouts.text.pieces import TokenTexts
 from paw.types import AwayTrajectory, Group, Sample, Trajectory, Turn, Values
 
@@ -49,6 +50,8 @@ class EpisodeLog:
     count: int
     """Episodes of each update."""
     texts: TokenTexts
+    by_token: bool = False
+    """Whether each token has an advantage of its own (PPO)."""
     chosen: list[ChosenEpisode] = field(default_factory=list)
     target_logps: dict[Key, torch.Tensor] = field(default_factory=dict)
     """The log-probs of the target tokens [n] when the world model first learnt from them, on the
@@ -93,11 +96,12 @@ class EpisodeLog:
 
     def finish(self, samples: Sequence[Sample]) -> None:
         """Complete the records, once the optimizer has taken the update's steps."""
-        indices = {chosen.index for chosen in self.chosen}
+        indices = [chosen.index for chosen in self.chosen]
+        is_chosen = np.isin(column(samples, "trajectory"), indices)
         by_key: dict[Key, Sample] = {}
-        for sample in samples:
-            if sample.trajectory in indices:
-                by_key[sample.trajectory, sample.step] = sample
+        for i in np.flatnonzero(is_chosen).tolist():
+            sample = samples[i]
+            by_key[sample.trajectory, sample.step] = sample
         targets = self._read_targets()
         for chosen in self.chosen:
             self.records.append(self._episode(chosen, by_key, targets))
@@ -158,7 +162,7 @@ class EpisodeLog:
         if sample is None:
             return record
 
-        record["advantage"] = _advantage(sample)
+        record["advantage"] = _advantage(sample, by_token=self.by_token)
         record["selected"] = sample.wm_weight > 0.0
         if target_logps is not None:
             observation_ids, logps = _targets(turn, sample, target_logps)
@@ -176,9 +180,9 @@ def _group_summary(group: Group) -> Record:
     }
 
 
-def _advantage(sample: Sample) -> float | list[float | None] | None:
-    """Return the turn's advantage, or that of each token with PPO, if this rank holds them."""
-    if sample.token_advantage is None:
+def _advantage(sample: Sample, *, by_token: bool) -> float | list[float | None] | None:
+    """Return the turn's advantage, or that of each token, None if another rank holds those."""
+    if not by_token:
         return rounded([sample.advantage], digits=4)[0]
     if isinstance(sample.token_advantage, np.ndarray):
         return rounded(sample.token_advantage[:MAX_TOKENS], digits=4)

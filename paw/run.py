@@ -662,7 +662,9 @@ def _open_files(run: Run, stack: ExitStack, *, resumes: bool, notes: list[str]) 
     run.log = stack.enter_context(open_log(run.directory, resume_step=resume_step))
     if run.config.run.log_episodes:
         run.episode_log = EpisodeLog(
-            count=run.config.run.log_episodes, texts=TokenTexts(run.chat.raw_text)
+            count=run.config.run.log_episodes,
+            texts=TokenTexts(run.chat.raw_text),
+            by_token=run.critic is not None,
         )
 
     lines = header_lines(run.directory, run.info, run.config)

@@ -108,6 +108,7 @@ def test_tokens_have_their_numbers_and_targets_those_of_their_first_step():
 
 def test_only_the_results_of_calls_are_targets_and_ppo_has_an_advantage_for_each_token():
     log = make_log(1)
+    log.by_token = True
     log.start(make_groups())
     sample = sample_of(0, 0, wm_weight=1.0, token_advantage=[0.5, 0.0, -0.5], spans=[(1, 3)])
     log.observe(torch.tensor([0.0, 0.0, 0.0, -1.5, -2.5]), batch_of([0], 5), [sample])
