@@ -3,6 +3,9 @@
 import os
 import shutil
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -165,6 +168,32 @@ def test_a_sandbox_that_breaks_costs_its_episode_and_the_next_one_starts_another
     with pytest.raises(EnvironmentFailure, match="the sandbox ended"):
         shell.run("echo", 5)
     assert run(shell, "echo fine")[0] == "fine\n"
+
+
+@needs_bubblewrap
+def test_a_sandbox_ends_with_a_process_that_is_killed(tmp_path):
+    code = f"""
+from pathlib import Path
+from paw.envs.terminal.sandbox import Folder, Limits, open_shell
+folder = Folder(Path({str(tmp_path)!r}))
+folder.path("/work").mkdir()
+shell = open_shell(folder, workdir="/work", limits=Limits(256, 16, 8))
+shell.run(":", 60)
+print(shell._process.pid, flush=True)
+shell.run("sleep 1e9", 1e9)
+"""
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)  # commands of root's run as another user
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        bubblewrap = int(process.stdout.readline())
+        children = Path(f"/proc/{bubblewrap}/task/{bubblewrap}/children").read_text().split()
+        assert len(children) == 1
+        process.kill()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{children[0]}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_without_namespaces_nothing_is_killed_and_a_command_goes_on(tmp_path):
