@@ -430,6 +430,31 @@ def test_a_container_of_the_users_is_one_sandbox_from_start_to_check(data):
     assert play(environment, task)[-1].won
     environment.reset(task)
     assert not environment.step("<action>exit</action>").won
+    bench = load_data(data, container=OTHER_USERS_CONTAINER.replace("/work", "/app"))
+    with read_tasks(bench, "train", 0) as tasks:
+        task = tasks[0]
+    environment.close()
+    environment = bench.make()
+    assert play(environment, task)[-1].won  # its check reads TEST_DIR
+    environment.close()
+
+
+@needs_bubblewrap
+def test_a_container_that_has_to_be_ended_loses_its_episode(data, tmp_path):
+    stopped = tmp_path / "stopped"
+    factory = load_data(
+        data,
+        container=OTHER_USERS_CONTAINER,
+        container_stop=f"cp /dev/null {stopped}-{{image}}",
+        command_timeout_s=0.5,
+    )
+    environment = factory.make()
+    with read_tasks(factory, "test", 0) as tasks:
+        environment.reset(tasks[0])
+    outcome = environment.step("<action>echo hello > greeting; sleep 100</action>")
+    assert (outcome.done, outcome.won) == (True, False)
+    assert "took longer than 0.5 s" in outcome.observation
+    assert Path(f"{stopped}-own").exists()
     environment.close()
 
 
