@@ -343,7 +343,7 @@ def test_a_plug_in_of_ones_own_brings_its_keys(recipe, folder):
     for key, text, message in (
         ("env.dept", "4", "unknown key '--env.dept'; did you mean 'env.depth'?"),
         ("env.depth", "deep", "env.depth = 'deep': Input should"),
-        ("env.kinds", "[]", "unknown key '--env.kinds'; env.name = 'alfworld' has it"),
+        ("env.backend", "native", "unknown key '--env.backend'; env.name = 'alfworld' has it"),
         (
             "env.name",
             "mine.py:Mase",

@@ -3,6 +3,9 @@
 import os
 import shutil
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from paw.envs.terminal.prompt import CompactStyle, PaperStyle, shown
 from paw.envs.terminal.sandbox import Folder, Limits, Result, Shell, open_shell
 from paw.envs.terminal.settings import TerminalConfig
 from paw.errors import EnvironmentFailure, NoOracleError, UserError
+from paw.tools.doctor.doctor import _sandbox_line
 
 needs_bubblewrap = pytest.mark.skipif(
     sandbox.problem() != "", reason=f"no sandbox here: {sandbox.problem()}"
@@ -165,6 +169,32 @@ def test_a_sandbox_that_breaks_costs_its_episode_and_the_next_one_starts_another
     with pytest.raises(EnvironmentFailure, match="the sandbox ended"):
         shell.run("echo", 5)
     assert run(shell, "echo fine")[0] == "fine\n"
+
+
+@needs_bubblewrap
+def test_a_sandbox_ends_with_a_process_that_is_killed(tmp_path):
+    code = f"""
+from pathlib import Path
+from paw.envs.terminal.sandbox import Folder, Limits, open_shell
+folder = Folder(Path({str(tmp_path)!r}))
+folder.path("/work").mkdir()
+shell = open_shell(folder, workdir="/work", limits=Limits(256, 16, 8))
+shell.run(":", 60)
+print(shell._process.pid, flush=True)
+shell.run("sleep 1e9", 1e9)
+"""
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)  # commands of root's run as another user
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        bubblewrap = int(process.stdout.readline())
+        children = Path(f"/proc/{bubblewrap}/task/{bubblewrap}/children").read_text().split()
+        assert len(children) == 1
+        process.kill()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{children[0]}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_without_namespaces_nothing_is_killed_and_a_command_goes_on(tmp_path):
@@ -401,6 +431,31 @@ def test_a_container_of_the_users_is_one_sandbox_from_start_to_check(data):
     assert play(environment, task)[-1].won
     environment.reset(task)
     assert not environment.step("<action>exit</action>").won
+    bench = load_data(data, container=OTHER_USERS_CONTAINER.replace("/work", "/app"))
+    with read_tasks(bench, "train", 0) as tasks:
+        task = tasks[0]
+    environment.close()
+    environment = bench.make()
+    assert play(environment, task)[-1].won  # its check reads TEST_DIR
+    environment.close()
+
+
+@needs_bubblewrap
+def test_a_container_that_has_to_be_ended_loses_its_episode(data, tmp_path):
+    stopped = tmp_path / "stopped"
+    factory = load_data(
+        data,
+        container=OTHER_USERS_CONTAINER,
+        container_stop=f"cp /dev/null {stopped}-{{image}}",
+        command_timeout_s=0.5,
+    )
+    environment = factory.make()
+    with read_tasks(factory, "test", 0) as tasks:
+        environment.reset(tasks[0])
+    outcome = environment.step("<action>echo hello > greeting; sleep 100</action>")
+    assert (outcome.done, outcome.won) == (True, False)
+    assert "took longer than 0.5 s" in outcome.observation
+    assert Path(f"{stopped}-own").exists()
     environment.close()
 
 
@@ -480,6 +535,7 @@ def test_executable_files_stay_executable(tmp_path):
 
 def test_without_a_sandbox_the_fix_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
+    assert "there is no bwrap here; install bubblewrap" in _sandbox_line()
     with pytest.raises(UserError, match=r"no bwrap here; install bubblewrap.*env\.container"):
         TerminalFactory(terminal())
 

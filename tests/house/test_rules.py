@@ -43,7 +43,7 @@ NOT_OURS = {"paw", "paw_kernels", "triton", "flash_attn", "spacy", "tau2", "logu
 """Imported if they are installed: brought by torch's GPU builds, installed apart, or tau2's own."""
 PARTS = {
     "pydantic_core": "pydantic", "starlette": "fastapi", "markupsafe": "jinja2", "huggingface_hub": "transformers",
-    "websockets": "openenv",
+    "websockets": "openenv", "yaml": "transformers",
 }  # fmt: skip
 """Packages that another one, a dependency, pins."""
 RECORDER = """#!/bin/sh

@@ -33,7 +33,8 @@ class TerminalEnv:
     """Plays a generated task or a task folder, in a sandbox or container.
 
     Generated tasks share a sandbox: between two of them, its files, variables and processes are
-    replaced. A task folder gets a new one for each episode, and another for its check.
+    replaced. A task folder gets a new one for each episode, and another for its check. A container
+    lives for one episode.
     """
 
     task: str = ""
@@ -74,23 +75,26 @@ class TerminalEnv:
     def step(self, response: str) -> Outcome:
         """Run the command in `response`.
 
-        The episode ends with the command exit, after env.max_turns turns, or if the files exceed
-        env.disk_mib. The task is checked then. Raises EnvironmentFailure if the sandbox broke.
+        The episode ends with the command exit or after env.max_turns turns. The task is checked
+        then. It is lost if the files exceed env.disk_mib, or if a container had to be ended. Raises
+        EnvironmentFailure if the sandbox broke.
         """
         command, valid = self.style.parse_command(response)
         done = command == EXIT
+        lost = False
         observation = ""
         if not command:
             observation = "[no command]"
         elif not done:
             result = self._run(command, self.config.command_timeout_s)
             observation = shown(result, self.config.output_chars)
-            done = result.stopped != "" and not self._files_fit()
+            if result.stopped:
+                lost = self.config.container is not None or not self._files_fit()
 
         self._past.append((self._text, command))
         self._text = observation
-        done = done or len(self._past) >= self.config.max_turns
-        score = self._score() if done else 0.0
+        done = done or lost or len(self._past) >= self.config.max_turns
+        score = self._score() if done and not lost else 0.0
         return Outcome(
             observation=observation,
             reward=self.config.reward * score,
@@ -132,7 +136,7 @@ class TerminalEnv:
 
     def _start_generated(self, task: GeneratedTask) -> None:
         is_shared = self._folder is not None and isinstance(self._task, GeneratedTask)
-        if not is_shared:
+        if not is_shared or self.config.container is not None:
             self.close()
             self._folder = new_folder()
             for inside in (WORK, "/tmp"):
@@ -249,9 +253,10 @@ class TerminalEnv:
         if task.check.reward_file:
             reward_folder = shlex.quote(str(PurePosixPath(task.check.reward_file).parent))
             self._run(f"rm -rf {reward_folder}; mkdir -p {reward_folder}", seconds)
-        workdir = shlex.quote(task.workdir)
         self._is_new = True
-        result = self._run(f"cd {workdir} && {task.check.command}", seconds)
+        exports = [f"export {shlex.quote(f'{k}={v}')}" for k, v in task.variables.items()]
+        enter = f"cd {shlex.quote(task.workdir)}"
+        result = self._run("\n".join([*exports, f"{enter} && {task.check.command}"]), seconds)
         if not task.check.reward_file:
             return float(result.status == 0)
         if result.stopped:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -167,8 +168,13 @@ def temporary_folder() -> Iterator[Folder]:
 
 
 def new_folder() -> Folder:
-    """Make a folder for a sandbox. Its user deletes it with `remove`."""
-    return Folder(Path(tempfile.mkdtemp(prefix="paw-terminal-")))
+    """Make a folder for a sandbox.
+
+    Its user deletes it with `remove`. Otherwise it is deleted with the object, or with the process.
+    """
+    folder = Folder(Path(tempfile.mkdtemp(prefix="paw-terminal-")))
+    weakref.finalize(folder, remove, folder.root)
+    return folder
 
 
 def remove(path: Path) -> None:
