@@ -76,7 +76,7 @@ class Command:
         try:
             result = self._result(end, session, needs_reward=model.config.reward.type == "env")
         except EnvironmentFailure:
-            if self.config.failure_reward is None:
+            if self.config.failure_reward is None or not session.turns:
                 raise
             result = Result(reward=self.config.failure_reward)
         await self._end(env, result)

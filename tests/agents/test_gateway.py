@@ -346,13 +346,14 @@ def test_what_a_program_does_costs_its_own_episode(config, tmp_path):
                 returns[trajectory.task.payload["do"]] = trajectory.episode_return
         return failures, returns
 
+    asks_nothing = "agent.command ended without asking the model; does it use OPENAI_BASE_URL?"
     failures, returns = played()
     bad_line = 'it must be a number, {"reward": 0.5} or {"answer": "..."}'
     assert failures == {
         "die": "agent.command: exit code 3: no such book",
         "flood": "agent.command: it wrote more than 16 MiB",
         "mumble": f"agent.command: the last line of its output is 'done'; {bad_line}",
-        "nothing": "agent.command ended without asking the model; does it use OPENAI_BASE_URL?",
+        "nothing": asks_nothing,
     }
     assert returns == {"spend": 0.0, "answer": 0.0, "ask": 0.5}
 
@@ -361,7 +362,7 @@ def test_what_a_program_does_costs_its_own_episode(config, tmp_path):
     )
     failures, returns = played(failure_reward=-1.0)
     assert returns == {"die": -1.0}
-    assert list(failures) == ["nothing"]
+    assert failures == {"nothing": asks_nothing}
 
 
 def test_a_program_that_hangs_is_ended():
