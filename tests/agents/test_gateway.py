@@ -236,7 +236,7 @@ def test_an_answer_that_nobody_reads_is_no_turn(config):
     assert len(trajectory.turns) == 1
 
 
-def test_a_failing_engine_or_template_costs_the_episode(config):
+def test_a_failing_engine_is_an_error_of_the_server_and_leaves_no_turn(config):
     class Failing(Scripted):
         def step(self):
             failed = [
@@ -251,7 +251,7 @@ def test_a_failing_engine_or_template_costs_the_episode(config):
             await client.chat.completions.create(model="any", messages=[QUESTION])
 
     chat = make_chat()
-    with pytest.raises(AssertionError, match="without a call"):  # of the model, that succeeded
+    with pytest.raises(AssertionError, match="the agent ended without a call of the model"):
         play(config(), agent, None, chat=chat, engine=Failing(chat, None))
 
 
