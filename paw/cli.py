@@ -44,7 +44,8 @@ COMMANDS = {
     "play": "play a game in the terminal and see what the agent sees",
     "report": "write report.html and plots of one run, or of several to compare",
     "view": "show runs in a browser, live while they go on",
-    "serve": "serve a corpus to search, or an environment to OpenEnv's clients",
+    "serve": "serve a corpus to search, an environment to OpenEnv's clients, "
+    "or a model to agents, whose sessions are recorded",
     "export": "write a checkpoint of a run in Hugging Face format",
     "warmup": "make the quickstart model of a recipe (cached)",
     "env": "check that an environment keeps the rules of the protocol",

@@ -405,7 +405,7 @@ def _data(parser: argparse.ArgumentParser) -> Command:
 
 
 def _serve(parser: argparse.ArgumentParser) -> Command:
-    servers = parser.add_subparsers(dest="what", required=True, metavar="retriever|env")
+    servers = parser.add_subparsers(dest="what", required=True, metavar="retriever|env|gateway")
     retriever = servers.add_parser("retriever")
     _add_address(retriever)
     retriever.add_argument(
@@ -424,6 +424,22 @@ def _serve(parser: argparse.ArgumentParser) -> Command:
         "--sessions", type=int, default=256, help="episodes at once (default: %(default)s)"
     )
     env.set_defaults(command=_run_of("paw.tools.play.serve_env"))
+
+    gateway = servers.add_parser("gateway")
+    _add_address(gateway)
+    gateway.add_argument(
+        "model",
+        nargs="?",
+        help="run directory, model folder or Hugging Face name (or --endpoint URL --model NAME)",
+    )
+    gateway.add_argument("--recipe", help="settings (default: the run's own, or own-agent)")
+    gateway.add_argument(
+        "--out",
+        type=Path,
+        default=Path("sessions.jsonl"),
+        help="file that sessions are appended to (default: %(default)s)",
+    )
+    gateway.set_defaults(command=_run_of("paw.tools.play.serve_gateway"))
     return _run_of("paw.tools.play.serve_retriever")
 
 

@@ -464,16 +464,17 @@ class EndpointModel(Model):
             message,
             start=start,
             stop=stop,
-            tools=self.env.tools,
+            tools=self.tools,
             temperature=self.episode.temperature,
-            max_tokens=self.config.rollout.max_response_tokens,
+            max_tokens=self.max_tokens,
             seed=seed,
         )
         stats = self.episode.stats
         stats.prompt_tokens += reply.prompt_tokens
         stats.response_tokens += reply.completion_tokens
         turn.response = reply.text + reply.stop
-        if self.env.tools:
+        self.reply = None
+        if self.tools:
             turn.response = str(Reply.of(turn.response, *reply.calls))
             content = reply.text.rpartition("</think>")[2].strip()
             self.reply = Reply(turn.response, content, reply.calls, reply.problem)

@@ -53,6 +53,7 @@ ENVS = {
     "next_state": "paw.envs.next_state:NextStateFactory",
     "verifiers": "paw.envs.bridges.verifiers:VerifiersFactory",
     "questions": "paw.envs.bridges.questions:QuestionsFactory",
+    "tasks": "paw.envs.task_files:TasksFactory",
     "openenv": "paw.envs.bridges.openenv:OpenenvFactory",
     "gymnasium": "paw.envs.bridges.gymnasium:GymnasiumFactory",
 }
@@ -116,6 +117,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "reflexion": "paw.agents.react:Reflexion",
         "search-r1": "paw.agents.search_r1:search_r1",
         "zerosearch": "paw.agents.search_r1:search_r1",
+        "command": "paw.agents.command:Command",
     },
     "rewards": {},
     "scores": {},

@@ -6,7 +6,6 @@ rollout is the reward of the last turn. The rollout advances only within `reset`
 """
 
 import asyncio
-import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -16,7 +15,15 @@ from paw.config.sections import EnvConfig
 from paw.config.values import Count, Positive
 from paw.envs.conversation import Message, unread
 from paw.errors import EnvironmentFailure, short_repr
-from paw.types import THINKING, Outcome, Reply, Task
+from paw.gateway.messages import (
+    ChatAnswer,
+    RequestError,
+    answer_message,
+    call_message,
+    text_of,
+)
+from paw.gateway.server import Gateway, Incoming
+from paw.types import Outcome, Reply, Task
 
 Play = Callable[[Any, str, str], Coroutine[Any, Any, float]]
 """(a task's payload, URL of the endpoint, model) -> the reward."""
@@ -27,8 +34,6 @@ After the full time, code that blocks is abandoned together with its thread.
 """
 CLOSE_S = 5.0
 """Time limit for ending a rollout."""
-MAX_BYTES = 1 << 28
-"""Size limit of a request, which contains a whole conversation."""
 
 
 class VerifiersConfig(EnvConfig):
@@ -220,70 +225,23 @@ async def _endpoint(requests: "asyncio.Queue[Request]") -> AsyncIterator[tuple[s
 
     Yields (URL, model). The model's name is a secret, so only this rollout can ask for it.
     """
-    from aiohttp import web
-
     model = f"paw-{secrets.token_hex(16)}"
 
-    async def complete(http: web.Request) -> web.StreamResponse:
-        body = await http.json()
-        if body.get("model") != model:
-            problem = (
-                f"there is no model {short_repr(body.get('model'))} here: "
-                "give the agent that asks for it its own client"
+    async def complete(incoming: Incoming) -> ChatAnswer:
+        if incoming.body.get("model") != model:
+            raise RequestError(
+                f"there is no model {short_repr(incoming.body.get('model'))} here: "
+                "give the agent that asks for it its own client",
+                status=404,
             )
-            return web.json_response({"error": {"message": problem}}, status=404)
-        request = Request(body)
+        request = Request(incoming.body)
         requests.put_nowait(request)
         message = await request.answer
-        if body.get("stream"):
-            return web.Response(text=_stream(model, message), content_type="text/event-stream")
-        return web.json_response(text=_json(_completion(model, message)))
+        finish_reason = "tool_calls" if message.get("tool_calls") else "stop"
+        return ChatAnswer(message, finish_reason)
 
-    app = web.Application(client_max_size=MAX_BYTES)
-    app.router.add_post("/v1/chat/completions", complete)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", model
-    finally:
-        await runner.cleanup()
-
-
-def _completion(model: str, message: Message) -> dict[str, Any]:
-    """Return a chat completion whose only choice is `message`."""
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(8)}",
-        "created": 0,
-        "model": model,
-        "object": "chat.completion",
-        "choices": [{"index": 0, "finish_reason": _finish_reason(message), "message": message}],
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
-    }
-
-
-def _stream(model: str, message: Message) -> str:
-    """Return the events of a streamed completion, with all of `message` in one chunk."""
-    delta = dict(message)
-    if "tool_calls" in message:
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
-    chunk = {
-        "id": f"chatcmpl-{secrets.token_hex(8)}",
-        "created": 0,
-        "model": model,
-        "object": "chat.completion.chunk",
-        "choices": [{"index": 0, "finish_reason": _finish_reason(message), "delta": delta}],
-    }
-    return f"data: {_json(chunk)}\n\ndata: [DONE]\n\n"
-
-
-def _finish_reason(message: Message) -> str:
-    return "tool_calls" if message.get("tool_calls") else "stop"
-
-
-def _json(value: Any) -> str:
-    """Return `value` as JSON. Lone surrogates, which JSON parsers reject, become question marks."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
+    async with Gateway(model).session(complete) as (url, _):
+        yield url, model
 
 
 def _to_openai(reply: Reply, *, position: int) -> Message:
@@ -292,35 +250,16 @@ def _to_openai(reply: Reply, *, position: int) -> Message:
     `position` is the message's number. A call that could not be read gets the problem as its
     arguments.
     """
-    message: Message = {"role": "assistant"}
-    thought, end_of_thought, content = reply.content.rpartition(THINKING[1])
-    if end_of_thought:
-        message["content"] = content.lstrip()
-        message["reasoning_content"] = thought.replace(THINKING[0], "").strip()
-    else:
-        message["content"] = content
-
-    calls = [_openai_call(call.id, call.name, _json(call.arguments)) for call in reply.calls]
-    if reply.problem and not calls:
-        calls = [_openai_call(unread(position).id, "invalid_call", reply.problem)]
-    if calls:
-        message["tool_calls"] = calls
+    message = answer_message(reply.content, reply.calls)
+    if reply.problem and not reply.calls:
+        call = call_message(unread(position).id, "invalid_call", reply.problem)
+        message["tool_calls"] = [call]
     return message
-
-
-def _openai_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _plain(message: Message) -> Message:
     """Return a message with its content as text. Raises EnvironmentFailure if it has an image."""
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        other_types = {part.get("type") for part in content} - {"text"}
-        if other_types:
-            raise EnvironmentFailure(
-                f"a message has content of type {', '.join(map(str, other_types))}; "
-                "only text is supported"
-            )
-        content = "\n".join(part["text"] for part in content)
-    return {**message, "content": content}
+    try:
+        return {**message, "content": text_of(message.get("content"))}
+    except ValueError as error:
+        raise EnvironmentFailure(f"a message has {error}") from None

@@ -1,6 +1,6 @@
 """Makes a process end with its parent, and makes the processes that it started end with it.
 
-Imports no torch.
+`python lifeline.py PARENT WORDS...` runs a command this way. Imports no torch.
 """
 
 import ctypes
@@ -84,3 +84,22 @@ def end_tool_servers() -> None:
     runtimes = sys.modules.get("verifiers.v1.runtimes.base")
     if runtimes:
         runtimes.cleanup_at_exit()
+
+
+def run_command(parent: int, words: list[str]) -> None:
+    """Become the command `words`, which ends with process `parent`, and what it starts with it.
+
+    This process must lead a process group. If there is no such program, ends with exit code 127.
+    """
+    die_with_parent(parent)
+    end_group_with_this()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores
+    try:
+        os.execvp(words[0], words)
+    except OSError as error:
+        print(f"{words[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127)
+
+
+if __name__ == "__main__":
+    run_command(int(sys.argv[1]), sys.argv[2:])

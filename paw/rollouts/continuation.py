@@ -104,14 +104,20 @@ def record_observation(chat: Chat, turn: Turn, continuation: Continuation, *, li
     if separator_ids != chat.separator_ids:
         turn.separator_ids = as_ids(separator_ids)
 
-    results = _results(turn)
-    contents = [message["content"] for message in continuation.messages[: len(results)]]
-    if contents != results:
+    if not shows_results(turn, continuation):
         return
+    results = _results(turn)
     first_text = continuation.first_text
     turn.rendered_observation = first_text if first_text != results[0] else None
     if len(results) > 1:
         _record_results(turn, continuation, count=len(results), limit=limit)
+
+
+def shows_results(turn: Turn, continuation: Continuation) -> bool:
+    """Whether the messages after a turn begin with its results, unchanged."""
+    results = _results(turn)
+    contents = [message["content"] for message in continuation.messages[: len(results)]]
+    return contents == results
 
 
 def _record_results(turn: Turn, continuation: Continuation, *, count: int, limit: int) -> None:

@@ -159,11 +159,21 @@ class EnvHandle:
             self._coroutines = CoroutineEnv(environment, threads)
         self._context: Context = ""
 
+    def with_episode(self, episode: Episode) -> "EnvHandle":
+        """Return a handle of the same environment for another episode."""
+        return EnvHandle(self._environment, self._threads, self._loop_calls, episode, self.config)
+
     @property
     def instruction(self) -> str:
         """The task in words: the environment's member `task`, or the last observation."""
         text = getattr(self._environment, "task", None)
         return text if isinstance(text, str) else self.observation
+
+    @property
+    def agent_task(self) -> dict[str, Any]:
+        """The task as a program gets it: the environment's member `agent_task`, or the context."""
+        fields = getattr(self._environment, "agent_task", None)
+        return {"prompt": self._context} if fields is None else dict(fields)
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -212,6 +222,20 @@ class EnvHandle:
         else:
             episode.steps.append((episode.trials, response, outcome))
         return outcome
+
+    def finish(self, *, reward: float, won: bool, score: float) -> None:
+        """End the episode of an agent that has not played in the environment.
+
+        The last turn gets the reward.
+        """
+        episode = self.episode
+        last_turn = episode.trajectory.turns[-1]
+        last_turn.outcome = replace(
+            last_turn.outcome, reward=reward, done=True, won=won, score=score
+        )
+        for turn in episode.trajectory.turns:
+            episode.steps.append((episode.trials, turn.response, turn.outcome))
+        episode.outcome = last_turn.outcome
 
     async def admissible_actions(self) -> list[str]:
         """Return the bare actions that have an effect now; [] if any text may be an action."""
@@ -293,7 +317,9 @@ class Response(str):
     A call that `continues` this response continues after it.
     """
     reply: Reply | None
-    """The response with its tool calls, if the environment has tools."""
+    """The response with its tool calls, if the call had tools."""
+    cut: bool
+    """Whether it ended at its maximum length."""
 
     @classmethod
     def of(
@@ -305,6 +331,7 @@ class Response(str):
         message: Context,
         answer: str,
         reply: Reply | None,
+        cut: bool,
     ) -> "Response":
         response = cls(text)
         response.turn = turn
@@ -312,10 +339,12 @@ class Response(str):
         response.message = message
         response.answer = answer
         response.reply = reply
+        response.cut = cut
         return response
 
 
 Stop = Sequence[str]
+Tools = list[dict[str, Any]]
 
 
 class Model(ABC):
@@ -325,13 +354,28 @@ class Model(ABC):
         self.env = env
         self.episode = env.episode
         self.config = config
+        self.tools: Tools = []
+        """The tools of the last call, as OpenAI function schemas."""
+        self.max_tokens = config.rollout.max_response_tokens
+        """The maximum number of tokens of the last answer."""
         self.reply: Reply | None = None
-        """The last answer with its tool calls, if the environment has tools."""
+        """The last answer with its tool calls, if the call had tools."""
+        self.cut = False
+        """Whether the last answer ended at its maximum length."""
 
     async def generate(
-        self, context: Context, *, stop: Stop = (), continues: Response | None = None
+        self,
+        context: Context,
+        *,
+        stop: Stop = (),
+        continues: Response | None = None,
+        tools: Tools | None = None,
+        max_tokens: int | None = None,
     ) -> Response:
         """Return the response to `context`. It ends before the first of the `stop` strings.
+
+        `tools` are by default the environment's. A response has at most `max_tokens` tokens, and
+        never more than rollout.max_response_tokens.
 
         With `continues`, the text `context` is put after that response. It goes within the answer,
         or becomes a further user message if the model had ended its turn. The prompt_ids are then
@@ -343,6 +387,9 @@ class Model(ABC):
         if len(turns) == CALLS_PER_TURN * self.config.env.max_turns:
             raise RuntimeError(f"the agent does not end: {len(turns)} calls of the model")
 
+        self.tools = self.env.tools if tools is None else tools
+        limit = self.config.rollout.max_response_tokens
+        self.max_tokens = limit if max_tokens is None else min(limit, max_tokens)
         message, answer_so_far = message_and_prefix(context, continues)
         turn = self._new_turn(context_text(message) + answer_so_far)
         with self.env.patience.pause():
@@ -356,7 +403,16 @@ class Model(ABC):
             message=message,
             answer=answer_so_far + turn.response,
             reply=self.reply,
+            cut=self.cut,
         )
+
+    def take_back(self) -> None:
+        """Remove the last turn: nobody has read its answer."""
+        self.episode.trajectory.turns.pop()
+
+    def token_texts(self, turn: Turn) -> list[str]:
+        """Return the text of each token of a turn's response; [] if they are not known."""
+        return []
 
     def _next_seed(self) -> int:
         """Return the seed of the next call, from the coordinates of its draw."""
@@ -396,7 +452,8 @@ class Model(ABC):
     ) -> str:
         """Fill `turn` with what the model writes, including the stop string that ended it.
 
-        Returns that stop string, or "". If the environment has tools, also sets `reply`.
+        Returns that stop string, or "". If the call has `tools`, also sets `reply`. Sets `cut` if
+        the answer was cut at `max_tokens`.
         """
 
 

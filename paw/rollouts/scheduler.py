@@ -358,12 +358,14 @@ class Rollouts:
     ) -> None:
         """Play the episodes to their ends, `at_once` of them in parallel (0: all).
 
+        There are never more in parallel than the agent's own `at_once`, if it has that attribute.
         If given, `make_model` makes the model of an episode, instead of the engine's. `on_end` is
         called with each episode as it ends. Any error of an environment or an agent fails only its
         episode. KeyboardInterrupt, UserError, and any error of the engine or `on_end` end the play.
         """
         self._state = PlayState(unfinished=len(episodes))
         at_once = at_once or len(episodes) or 1
+        at_once = min(at_once, getattr(self.agent, "at_once", at_once))
         slots = asyncio.Semaphore(at_once)
         make_model = make_model or self._make_engine_model
 
@@ -425,6 +427,7 @@ class Rollouts:
         prompt_ids: list[int],
         seed: int,
         stopped: Callable[[list[int]], bool] | None,
+        max_tokens: int,
     ) -> Completion:
         """Return what the engine samples for a prompt of an episode.
 
@@ -437,7 +440,7 @@ class Rollouts:
             prompt_ids=prompt_ids,
             seed=seed,
             temperature=episode.temperature,
-            max_tokens=self.config.rollout.max_response_tokens,
+            max_tokens=max_tokens,
             stopped=stopped,
             episode=order,
         )

@@ -418,7 +418,7 @@ MISNAMED = [
     (
         "envs",
         "zzz",
-        "there is no 'zzz': there are: alfworld, gymnasium, next_state, openenv, questions, search, tau2",
+        "there is no 'zzz': there are: alfworld, gymnasium, next_state, openenv, questions, search, tasks, tau2",
     ),
     ("envs", "mine.py:Mase", "'mine.py:Mase': the file has no 'Mase'; did you mean 'Maze'?"),
     ("envs", "mine:Mase", "'mine:Mase': the module has no 'Mase'; did you mean 'Maze'?"),

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ import pytest
 import torch
 from command_line import as_words
 from forked import CONTEXT, run_ranks
-from jsonl import read_jsonl
+from jsonl import read_jsonl, write_jsonl
 from processes import wait_until
 from templates import QWEN25_TEMPLATE
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -47,6 +48,7 @@ pytestmark = [
 LORA = LoraConfig(rank=4, alpha=8.0)
 LIMIT = 1500
 GUESS = Path(__file__).parents[2] / "docs" / "example_environment.py"
+AGENT = GUESS.with_name("example_agent.py")
 CALLS = [Reply.of("", ToolCall("add", {"n": n}, "")) for n in (3, 4)]
 ADDER = """
 from paw.envs.conversation import Conversation
@@ -252,6 +254,39 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
     files = [file for file in (tmp_path / config.run.name).rglob("*") if file.is_file()]
     assert files
     assert not [file for file in files if b"p4ssw0rd" in file.read_bytes()]
+
+
+def test_an_unchanged_agent_trains_on_a_server(folder, servers, says_only, updated, tmp_path):
+    """An update with an agent that is a program, written with openai's client. Its conversations
+    are sequences of vLLM's own tokens, and vLLM's log-probs are the trainer's."""
+    model = shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("servers"))
+    says_only(model, *CALLS, "<|im_end|>", template=QWEN25_TEMPLATE)
+    rows = [{"question": f"Reach {goal}.", "goal": goal} for goal in (7, 8)]
+    write_jsonl(tmp_path / "tasks.jsonl", rows)
+    keys = {
+        "env.name": "tasks", "env.data": tmp_path / "tasks.jsonl", "env.max_turns": 4, "agent.type": "command",
+        "agent.command": f"{sys.executable} {AGENT}", "model.path": model, "model.tool_parser": "hermes",
+        "model.dtype": "float32", "engine.type": "server", "engine.urls": json.dumps(servers.urls),
+        "rollout.max_response_tokens": 6, "rollout.max_prompt_tokens": LIMIT - 6, "rollout.tasks": 1,
+        "rollout.group_size": 4, "run.threads": 1, "run.dir": tmp_path, "policy.old_logp": "trainer", "wm.alpha": 1.0,
+    }  # fmt: skip
+    with open_run(load("quickstart", {key: str(value) for key, value in keys.items()})) as run:
+        groups, stats = updated(run)
+        metrics = run.log.history[-1]
+        samples = prepare(run, groups)
+        joined = sequences(samples, with_observation=True)
+    assert not stats.failures
+    assert metrics["health/sampler_mismatch"] < 1e-4
+    assert metrics["wm/loss"] > 0
+    (group,) = groups
+    assert len(joined) == len(group.trajectories) == 4
+    assert len(samples) > len(joined)
+    for trajectory in group.trajectories:
+        total = sum(3 * turn.response.count(str(CALLS[0])) for turn in trajectory.turns)
+        total += sum(4 * turn.response.count(str(CALLS[1])) for turn in trajectory.turns)
+        assert trajectory.episode_return == float(total == trajectory.task.payload["goal"])
+        for turn in trajectory.turns[:-1]:
+            assert turn.outcome.observation.startswith("the sum is ")
 
 
 def make_pool(folder, urls, transfer, *, timeout_s=60, **options):

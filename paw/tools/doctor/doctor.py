@@ -28,7 +28,10 @@ EXTRAS = {
     "faiss": ("search: dense retrieval", "'paw-trainer[search]'"),
     "fastapi": ("paw serve retriever", "'paw-trainer[search]'"),
     "uvicorn": ("paw serve retriever", "'paw-trainer[search]'"),
-    "aiohttp": ("env.retriever = URL, engine.type = 'server'", "'paw-trainer[servers]'"),
+    "aiohttp": (
+        "env.retriever = URL, engine.type = 'server', agent.type = 'command'",
+        "'paw-trainer[servers]'",
+    ),
     "pyarrow": ("questions as parquet", "'paw-trainer[search]'"),
     "verifiers": ("environments written with verifiers", "'paw-trainer[verifiers]'"),
     "websockets": ("env.name = 'openenv'", "websockets"),

@@ -114,7 +114,7 @@ def rollout(
         groups, stats = rollouts.training(0, tasks, EPISODES)
         report_failures(stats.failures)
         if file:
-            _write_turns(groups, file)
+            write_turns(groups, file)
     count = sum(len(group.trajectories) for group in groups)
     to_stderr(f"{count} episodes, success {success_text(success_metrics(groups, stats.failed))}")
     return groups
@@ -128,7 +128,7 @@ def _open_output(out: str | Path | TextIO | None, stack: ExitStack) -> TextIO | 
         return stack.enter_context(Path(out).open("w", encoding="utf-8"))
 
 
-def _write_turns(groups: list[Group], file: TextIO) -> None:
+def write_turns(groups: list[Group], file: TextIO) -> None:
     """Write a JSON object for each turn, one per line."""
     for group in groups:
         for trajectory in group.trajectories:

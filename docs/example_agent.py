@@ -1,0 +1,36 @@
+"""An agent written with openai's client. It knows nothing of PaW."""
+
+import json
+import os
+
+from openai import OpenAI
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add n to the sum. It starts at 0.",
+        "parameters": {
+            "type": "object",
+            "properties": {"n": {"type": "integer"}},
+            "required": ["n"],
+        },
+    },
+}
+
+client = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
+task = json.loads(os.environ["PAW_TASK"])
+messages = [{"role": "user", "content": task["question"]}]
+total = 0
+for _ in range(4):
+    completion = client.chat.completions.create(model="gpt-5", messages=messages, tools=[ADD])
+    message = completion.choices[0].message
+    messages.append(message)
+    for call in message.tool_calls or []:
+        total += json.loads(call.function.arguments).get("n", 0)
+        result = f"the sum is {total}"
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    if not message.tool_calls:
+        break
+
+print(json.dumps({"reward": float(total == task["goal"])}))

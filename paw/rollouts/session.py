@@ -1,0 +1,272 @@
+"""One agent's requests to an OpenAI-compatible endpoint, as the turns of an episode.
+
+Token in, token out: if a request's messages are those of an earlier one, the model's answer to it
+and then others, the new prompt begins with the ids that the model read and sampled. Any other
+request, such as an edited conversation or that of a sub-agent, begins a new sequence of the same
+episode. What a request adds after an answer is that turn's observation.
+"""
+
+import asyncio
+import json
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from paw.config.sections import Config
+from paw.envs.tools import Tool, checked_reply, checked_tools
+from paw.errors import clean, to_stderr
+from paw.gateway.messages import (
+    ChatAnswer,
+    ChatRequest,
+    Message,
+    RequestError,
+    TokenLogprob,
+    answer_message,
+    parse_request,
+    problem_of,
+    reply_message,
+)
+from paw.gateway.server import Incoming
+from paw.rollouts.episode import EnvHandle, Model, Response
+from paw.rollouts.text.chat import ContextFull
+from paw.types import Reply, Turn
+
+
+class Notes:
+    """Says each thing once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def say(self, key: str, line: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            to_stderr(f"{line} (reported once)")
+
+
+@dataclass
+class AnsweredRequest:
+    """A request that has been answered, and what the model read instead of its messages."""
+
+    received: list[Message]
+    """The messages as the client sent them, then the answer as it was sent."""
+    read: list[Message]
+    """The messages as the model read them, then the answer as it wrote it."""
+    tools: list[Tool]
+    turn: Turn
+    is_observed: bool = False
+    """Whether the turn has its observation."""
+
+    def goes_on_in(self, messages: list[Message], tools: list[Tool]) -> bool:
+        """Whether `messages` are the messages and the answer of this request, then others."""
+        length = len(self.received)
+        if len(messages) <= length or tools != self.tools:
+            return False
+        if messages[: length - 1] != self.received[:-1]:
+            return False
+        return _is_same_answer(messages[length - 1], self.received[-1])
+
+
+class Session:
+    """Answers the requests of an episode, one at a time, in the order of their arrival.
+
+    The episode's temperature and env.max_turns apply, whatever a request asks for.
+    """
+
+    def __init__(self, env: EnvHandle, model: Model, notes: Notes) -> None:
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets the exception if the episode cannot go on."""
+        self.is_at_limit = False
+        """Whether a request was refused because of env.max_turns."""
+        self.is_context_full = False
+        """Whether a request was refused because its prompt is too long."""
+        self._env = env
+        self._model = model
+        self._config: Config = model.config
+        self._notes = notes
+        self._answered: list[AnsweredRequest] = []
+        self._answering = asyncio.Lock()
+
+    async def complete(self, incoming: Incoming) -> ChatAnswer:
+        """Answer a request with what the model writes. Raises RequestError to refuse it."""
+        request = parse_request(incoming.body)
+        try:
+            tools = _checked_tools(json.dumps(request.tools))
+        except ValueError as error:
+            raise RequestError(clean(error), param="tools") from None
+        self._report_ignored(request)
+        async with self._answering:
+            self._check_may_go_on()
+            try:
+                return await self._answer(request, tools, incoming)
+            except RequestError:
+                raise
+            except ContextFull as error:
+                self.is_context_full = True
+                raise RequestError(
+                    f"this is more than the model's maximum context length ({error})",
+                    param="messages",
+                    code="context_length_exceeded",
+                ) from None
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                if not self.failed.done():
+                    self.failed.set_exception(error)
+                    self.failed.exception()  # asyncio need not report it
+                raise RequestError(problem_of(error), status=500) from None
+
+    @property
+    def turns(self) -> list[Turn]:
+        return self._env.episode.trajectory.turns
+
+    def _check_may_go_on(self) -> None:
+        if self.failed.done():
+            raise RequestError("the episode has failed", status=500)
+        if len(self.turns) >= self._config.env.max_turns:
+            self.is_at_limit = True
+            raise RequestError(
+                f"env.max_turns = {self._config.env.max_turns}: the episode may ask no more",
+                code="max_turns",
+            )
+
+    async def _answer(
+        self, request: ChatRequest, tools: list[Tool], incoming: Incoming
+    ) -> ChatAnswer:
+        earlier = self._continued(request.messages, tools)
+        received = request.messages
+        read = request.messages
+        if earlier is not None:
+            answer_position = len(earlier.received) - 1
+            added = request.messages[answer_position + 1 :]
+            # As before, but with the answer as the client writes it: so it will write it again.
+            received = [*earlier.received[:-1], *request.messages[answer_position:]]
+            read = [*earlier.read, *added]
+            _observe(earlier, added)
+        self._env.anchor = request.messages[-1]["content"]
+
+        response = await self._model.generate(
+            read, stop=request.stop, tools=tools, max_tokens=request.max_tokens
+        )
+        if not incoming.is_open():
+            # Nobody reads this answer. The client may ask again.
+            self._model.take_back()
+            raise RequestError("the client has closed the connection", status=499)
+
+        reply = await self._checked(response, tools)
+        turn = response.turn
+        action = "; ".join(map(str, reply.calls)) or reply.content
+        is_valid = bool(action.strip()) and not reply.problem
+        turn.outcome = replace(turn.outcome, action=action, valid=is_valid)
+
+        message = answer_message(response) if not request.reads_calls else reply_message(reply)
+        if response.reply is None:
+            written: Message = {"role": "assistant", "content": turn.response}
+        else:
+            written = response.reply.message()
+        self._answered.append(AnsweredRequest([*received, message], [*read, written], tools, turn))
+        return self._chat_answer(request, response, message)
+
+    def _continued(self, messages: list[Message], tools: list[Tool]) -> AnsweredRequest | None:
+        """Return the answered request that goes on in these messages, the latest first."""
+        for answered in reversed(self._answered):
+            if answered.goes_on_in(messages, tools):
+                return answered
+        return None
+
+    async def _checked(self, response: Response, tools: list[Tool]) -> Reply:
+        """Return the response with its calls, and what is wrong with them."""
+        reply = response.reply
+        if reply is None:
+            return Reply(str(response))
+        if not reply.calls:
+            return reply
+        return await asyncio.to_thread(checked_reply, reply, tools)
+
+    def _chat_answer(
+        self, request: ChatRequest, response: Response, message: Message
+    ) -> ChatAnswer:
+        finish_reason = "stop"
+        if message.get("tool_calls"):
+            finish_reason = "tool_calls"
+        elif response.cut:
+            finish_reason = "length"
+        turn = response.turn
+        logprobs = None
+        if request.logprobs:
+            texts = self._model.token_texts(turn)
+            logprobs = [
+                TokenLogprob(text, logp)
+                for text, logp in zip(texts, turn.sampled_logp.tolist(), strict=True)
+            ]
+        return ChatAnswer(
+            message,
+            finish_reason,
+            prompt_tokens=len(turn.prompt_ids),
+            completion_tokens=len(turn.response_ids),
+            logprobs=logprobs,
+        )
+
+    def _report_ignored(self, request: ChatRequest) -> None:
+        """Say once for each parameter that the run's sampling is used instead."""
+        temperature = self._env.episode.temperature
+        for name, value in request.sampling.items():
+            if name == "temperature" and value == temperature:
+                continue
+            self._notes.say(
+                name,
+                f"the agent asks for {name} = {clean(value, 60)}, which is ignored: the model "
+                f"samples from its own distribution at temperature {temperature:g}",
+            )
+
+
+@lru_cache(256)
+def _checked_tools(text: str) -> list[Tool]:
+    """Check the tools of a request, given as JSON. Raises ValueError if they are malformed."""
+    tools = json.loads(text)
+    return checked_tools(tools) if tools else []
+
+
+def _observe(answered: AnsweredRequest, added: list[Message]) -> None:
+    """Record the messages that follow an answer as what it led to."""
+    if answered.is_observed:
+        return
+    answered.is_observed = True
+    results: list[str] = []
+    for message in added:
+        if message["role"] == "assistant":
+            break
+        results.append(message["content"])
+    turn = answered.turn
+    turn.outcome = replace(
+        turn.outcome,
+        observation="\n".join(results),
+        results=results if len(results) > 1 else [],
+    )
+
+
+def _is_same_answer(message: Message, sent: Message) -> bool:
+    """Whether a message is the answer that was sent.
+
+    Clients may write it otherwise: calls with other spaces, no thought, no text beside calls.
+    """
+    if message["role"] != "assistant":
+        return False
+    text = message["content"].strip()
+    calls = sent.get("tool_calls", [])
+    is_same_text = text == (sent["content"] or "").strip()
+    if not calls:
+        return is_same_text and not message.get("tool_calls")
+    if not is_same_text and text:
+        return False
+    returned = [_call_key(call) for call in message.get("tool_calls", [])]
+    return returned == [_call_key(call) for call in calls]
+
+
+def _call_key(call: dict[str, Any]) -> tuple[str, Any]:
+    """Return a call's name and arguments."""
+    function = call["function"]
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return function["name"], arguments
