@@ -24,8 +24,9 @@ PAGE_HEADING = """# Metrics
 <!-- written by `python -m paw.metric_list > docs/metrics.md` -->
 `metrics.jsonl` in the run directory has one JSON object for each update, with these keys and
 `step`. A metric that was not measured is absent, never 0. `<kind>` stands for the kinds of tasks
-that the environment has. "line": shown on the line of progress, which also shows an evaluation as
-`eval 41.0% of 100 games`. "report": shown in the report's table.
+that the environment has, `<environment>` for the labels of several `[[envs]]`. "line": shown on the
+line of progress, which also shows an evaluation as `eval 41.0% of 100 games`. "report": shown in
+the report's table.
 
 With several ranks, "same" metrics are computed on every rank from the data of all of them,
 "sum" means that the ranks' parts are added up (before dividing, for a share or a mean),
@@ -35,7 +36,10 @@ and "first" that rank 0 reports its own.
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One metric, or with `<kind>` in its name one for each kind of task."""
+    """One metric, or with `<kind>` in its name one for each kind of task.
+
+    `<environment>` stands for the labels of several [[envs]].
+    """
 
     name: str
     label: str
@@ -84,8 +88,20 @@ EPISODES = (
     Metric(
         name="success/<kind>",
         label="Success in training by kind of task",
-        meaning="As success/all, for the episodes of one kind of task.",
+        meaning="As success/all, for the episodes of one kind of task. In a run with several"
+        " [[envs]], also success/LABEL of each; its kinds are LABEL/kind.",
         unit="%",
+    ),
+    Metric(
+        name="reward/<environment>",
+        label="Mean return by environment",
+        meaning="As reward/mean, for each of several [[envs]], by label.",
+    ),
+    Metric(
+        name="groups/<environment>",
+        label="Groups by environment",
+        meaning="Groups played for the update, for each of several [[envs]].",
+        unit="count",
     ),
 )
 EVALUATION = (
@@ -115,8 +131,26 @@ EVALUATION = (
     Metric(
         name="eval/success_<kind>",
         label="Success on held-out games by kind of task",
-        meaning="As eval/success, for the games of one kind of task.",
+        meaning="As eval/success, for the games of one kind of task. In a run with several"
+        " [[envs]], also eval/success_LABEL of each.",
         unit="%",
+    ),
+    Metric(
+        name="eval/ci_low_<environment>",
+        label="Lower end of the interval by environment",
+        meaning="As eval/ci_low, for each of several [[envs]].",
+        unit="%",
+    ),
+    Metric(
+        name="eval/ci_high_<environment>",
+        label="Upper end of the interval by environment",
+        meaning="As eval/ci_high, for each of several [[envs]].",
+        unit="%",
+    ),
+    Metric(
+        name="eval/return_<environment>",
+        label="Mean return in evaluation by environment",
+        meaning="As eval/return, for each of several [[envs]].",
     ),
     Metric(
         name="eval/failure",

@@ -16,7 +16,7 @@ appended, as for the last turn.
 import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ def to_samples(
     *,
     separator_ids: list[int],
     encode_observation: Callable[[str], Ids] | None,
-    invalid_penalty: float,
+    invalid_penalty: float | Mapping[str, float],
     rank: int = 0,
     share: Callable[[list[Sample]], None] | None = None,
 ) -> list[Sample]:
@@ -50,12 +50,16 @@ def to_samples(
 
     Token ids and log-probs are the engine's own, never re-encoded. `encode_observation` turns the
     raw next observation into target ids. If it is None (world model off), or if an observation is
-    empty, samples have no target.
+    empty, samples have no target. `invalid_penalty` may be that of each environment, by
+    `Task.env`.
     """
     template_separator = as_ids(separator_ids)
     samples: list[Sample] = []
     trajectory_index = 0
     for group_index, group in enumerate(groups):
+        group_penalty = invalid_penalty
+        if isinstance(group_penalty, Mapping):
+            group_penalty = group_penalty[group.task.env]
         for trajectory in group.trajectories:
             if isinstance(trajectory, AwayTrajectory):
                 samples += _away_samples(trajectory, group_index, trajectory_index)
@@ -64,7 +68,7 @@ def to_samples(
             episode_return = trajectory.episode_return
             previous: Turn | None = None
             for step, turn in enumerate(trajectory.turns):
-                penalty = 0.0 if turn.outcome.valid else invalid_penalty
+                penalty = 0.0 if turn.outcome.valid else group_penalty
                 target = _target_ids(turn, encode_observation)
                 separator = turn.separator_ids
                 if separator is None:

@@ -114,11 +114,12 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "rewards": {},
     "scores": {},
+    "curricula": {},
     "callbacks": CALLBACKS,
     "retrievers": {"zerosearch": "paw.agents.zerosearch:make_simulator"},
 }
 """Name -> "module:name" of the plug-ins that come with PaW, by kind."""
-CALLED = ("advantages", "losses", "agents", "rewards", "scores")
+CALLED = ("advantages", "losses", "agents", "rewards", "scores", "curricula")
 """Kinds whose plug-ins must be functions or classes. Plug-ins of other kinds may be objects."""
 FILE_MODULE = "paw_plugin_"
 """Prefix of the names of modules that were imported from files."""

@@ -89,7 +89,10 @@ def summarise(
     if any(line["score"] is not None for line in played):
         summary["score"] = sum(line["score"] or 0.0 for line in played) / len(played)
 
-    summary["kinds"] = kind_rows((line["kind"], line["success"]) for line in played)
+    kinds = [(line["kind"], line["success"]) for line in played]
+    if "envs" in settings:  # the kinds of several environments begin with their labels
+        kinds += [(kind.partition("/")[0], won) for kind, won in kinds]
+    summary["kinds"] = kind_rows(kinds)
     summary["steps"] = sum(line["steps"] for line in played) / max(1, len(played))
     summary["valid_actions"] = sum(turn["valid"] for turn in turns) / max(1, len(turns))
     summary["context_full"] = sum(line["context_full"] for line in played)
