@@ -24,9 +24,9 @@ PAGE_HEADING = """# Metrics
 <!-- written by `python -m paw.metric_list > docs/metrics.md` -->
 `metrics.jsonl` in the run directory has one JSON object for each update, with these keys and
 `step`. A metric that was not measured is absent, never 0. `<kind>` stands for the kinds of tasks
-that the environment has, `<environment>` for the labels of several `[[envs]]`. "line": shown on the
-line of progress, which also shows an evaluation as `eval 41.0% of 100 games`. "report": shown in
-the report's table.
+that the environment has, `<environment>` for the labels of several `[[envs]]`, `<reward>` for those
+of several `[[rewards]]`. "line": shown on the line of progress, which also shows an evaluation as
+`eval 41.0% of 100 games`. "report": shown in the report's table.
 
 With several ranks, "same" metrics are computed on every rank from the data of all of them,
 "sum" means that the ranks' parts are added up (before dividing, for a share or a mean),
@@ -38,7 +38,7 @@ and "first" that rank 0 reports its own.
 class Metric:
     """One metric, or with `<kind>` in its name one for each kind of task.
 
-    `<environment>` stands for the labels of several [[envs]].
+    `<environment>` stands for the labels of several [[envs]], `<reward>` for those of [[rewards]].
     """
 
     name: str
@@ -98,6 +98,11 @@ EPISODES = (
         meaning="As reward/mean, for each of several [[envs]], by label.",
     ),
     Metric(
+        name="rewards/<reward>",
+        label="Mean of a reward",
+        meaning="Mean over training episodes of one of several [[rewards]], without its weight.",
+    ),
+    Metric(
         name="groups/<environment>",
         label="Groups by environment",
         meaning="Groups played for the update, for each of several [[envs]].",
@@ -146,6 +151,11 @@ EVALUATION = (
         label="Upper end of the interval by environment",
         meaning="As eval/ci_high, for each of several [[envs]].",
         unit="%",
+    ),
+    Metric(
+        name="eval/rewards_<reward>",
+        label="Mean of a reward in evaluation",
+        meaning="As rewards/<reward>, for evaluation games.",
     ),
     Metric(
         name="eval/return_<environment>",
@@ -504,6 +514,13 @@ HEALTH = (
         name="health/processes_lost",
         label="Processes of environments lost",
         meaning="Workers of `env.processes` that died or hung.",
+        unit="count",
+        ranks="sum",
+    ),
+    Metric(
+        name="health/rewards_failed",
+        label="Episodes that could not be rewarded",
+        meaning="Episodes lost because a reward of yours or the judge failed.",
         unit="count",
         ranks="sum",
     ),

@@ -321,6 +321,8 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
             metrics[f"success/{key.removeprefix('success_')}"] = value
         elif key.startswith("return_"):
             metrics[f"reward/{key.removeprefix('return_')}"] = value
+        elif key.startswith("rewards_"):
+            metrics[f"rewards/{key.removeprefix('rewards_')}"] = value
     for label, own_groups in groups_by_environment(groups).items():
         metrics[f"groups/{label}"] = len(own_groups)
     return metrics

@@ -297,6 +297,8 @@ class EpisodeSummary:
     won: bool
     score: float | None
     """`Outcome.score` of the last turn."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """`Trajectory.rewards`."""
 
 
 @dataclass
@@ -311,6 +313,8 @@ class Trajectory:
 
     Such an episode is left out of its group and never rewarded.
     """
+    rewards: dict[str, float] = field(default_factory=dict)
+    """With [[rewards]], each of them without its weight, by label."""
 
     @property
     def episode_return(self) -> float:
@@ -331,6 +335,7 @@ class Trajectory:
             episode_return=self.episode_return,
             won=self.won,
             score=self.turns[-1].outcome.score if self.turns else None,
+            rewards=self.rewards,
         )
 
 

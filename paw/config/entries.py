@@ -5,6 +5,7 @@ and the command line call its keys `envs.LABEL.key`. This module imports no torc
 """
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
@@ -43,6 +44,11 @@ class Entry(Section):
     def base(cls) -> Any:
         """Return the section of one plug-in of this kind, a subclass of PluginSection."""
         return cls.model_fields["section"].annotation
+
+    @classmethod
+    @abstractmethod
+    def summary(cls, entries: Sequence[Any]) -> PluginSection:
+        """Return what a configuration with these entries has in place of the single section."""
 
     @classmethod
     def own_keys(cls) -> dict[str, FieldInfo]:

@@ -14,7 +14,7 @@ from paw.errors import UserError
 
 DEPTH = 3
 """Maximum number of parts of a key. A table below that is a value."""
-LISTS = {"envs": "env"}
+LISTS = {"envs": "env", "rewards": "reward"}
 """Keys whose value is a list of tables (`paw.config.entries`) -> the section that it replaces."""
 LISTED = {section: name for name, section in LISTS.items()}
 Flat = dict[str, Any]

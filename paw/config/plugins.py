@@ -112,7 +112,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "search-r1": "paw.agents.search_r1:search_r1",
         "zerosearch": "paw.agents.search_r1:search_r1",
     },
-    "rewards": {},
+    "rewards": {"judge": "paw.agents.judge:Judge"},
     "scores": {},
     "curricula": {},
     "callbacks": CALLBACKS,

@@ -263,7 +263,7 @@ class EnvEntry(Entry):
     section: SerializeAsAny[EnvConfig]
 
     @classmethod
-    def summary(cls, entries: "Sequence[EnvEntry]") -> EnvConfig:
+    def summary(cls, entries: "Sequence[Any]") -> EnvConfig:
         """Return what a run with these environments has as `env`: the largest of each limit."""
         sections = [entry.section for entry in entries]
         limits: dict[str, Any] = {}
@@ -274,10 +274,6 @@ class EnvEntry(Entry):
             max_text=max(section.max_text for section in sections),
             **limits,
         )
-
-
-ENTRIES: dict[str, type[Entry]] = {"envs": EnvEntry}
-"""The entries of each list of tables."""
 
 
 class AgentConfig(PluginSection):
@@ -299,8 +295,30 @@ class RewardConfig(PluginSection):
     KEY = "type"
     NONE = "env"
     type: str = "env"
-    """env takes the environment's own reward. "FILE.py:name" or "module:name" names a function of a
-    trajectory (docs/agents.md)."""
+    """env takes the environment's own reward. judge asks an LLM (docs/agents.md). "FILE.py:name" or
+    "module:name" names a function of a trajectory."""
+
+
+class RewardEntry(Entry):
+    """Several rewards of an episode, in place of `reward`: a table [[rewards]] for each.
+
+    It has the keys of `reward`, and these. The sum with their weights is what an episode is worth.
+    """
+
+    LIST = "rewards"
+    SECTION = "reward"
+    weight: float = 1.0
+    """Its factor in the sum; may be negative."""
+    section: SerializeAsAny[RewardConfig]
+
+    @classmethod
+    def summary(cls, entries: "Sequence[Any]") -> RewardConfig:
+        """Return what a run with these rewards has as `reward`."""
+        return RewardConfig(type=" + ".join(entry.label for entry in entries))
+
+
+ENTRIES: dict[str, type[Entry]] = {"envs": EnvEntry, "rewards": RewardEntry}
+"""The entries of each list of tables."""
 
 
 class RolloutConfig(Section):
@@ -533,6 +551,7 @@ class Config(Section):
     envs: list[EnvEntry] = []
     agent: SerializeAsAny[AgentConfig] = _DEFAULT
     reward: SerializeAsAny[RewardConfig] = _DEFAULT
+    rewards: list[RewardEntry] = []
     endpoint: EndpointConfig = EndpointConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: SerializeAsAny[EngineConfig] = _DEFAULT
@@ -663,8 +682,9 @@ class Config(Section):
 
 
 def _with_entries(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a tree whose [[envs]] are read, and summed up in `env`."""
-    if not tree.get("envs"):
-        return tree
-    entries = EnvEntry.read_all(tree["envs"])
-    return tree | {"envs": entries, "env": EnvEntry.summary(entries)}
+    """Return a tree whose lists of tables are read, each summed up in the section it replaces."""
+    for name, kind in ENTRIES.items():
+        if tree.get(name):
+            entries = kind.read_all(tree[name])
+            tree = tree | {name: entries, kind.SECTION: kind.summary(entries)}
+    return tree

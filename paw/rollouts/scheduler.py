@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from paw.config import plugins
 from paw.config.sections import Config
 from paw.envs.base import EnvFactory, check_kind, eval_tasks, further_tasks, train_tasks
 from paw.envs.several import parts_of
@@ -23,7 +22,6 @@ from paw.errors import (
     EnvironmentFailure,
     UserError,
     describe,
-    others_code,
     short_repr,
     to_stderr,
 )
@@ -32,10 +30,11 @@ from paw.rollouts.base import Progress, RolloutResult, RolloutStats
 from paw.rollouts.engine_model import EngineModel
 from paw.rollouts.engines.base import Completion, Request
 from paw.rollouts.env_pool import STOP_S, EnvPool
-from paw.rollouts.episode import EnvHandle, Episode, Model, bind, find_agent
+from paw.rollouts.episode import EnvHandle, Episode, Model, find_agent
 from paw.rollouts.garbage import rarer_collections
-from paw.rollouts.guard import MAX_REWARD, CheckedEnv, number
+from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.loop import EpisodeLoop
+from paw.rollouts.rewards import load_rewards
 from paw.rollouts.summaries import share_summaries
 from paw.rollouts.text.chat import ContextFull
 from paw.rollouts.turns import turns_problem
@@ -116,8 +115,10 @@ class Rollouts:
             self.pools[label] = EnvPool(part.factory, part.config, self.loop, closing)
         self.loop.set_default_executor(Daemons())
         self._request_keys = itertools.count()
+        self._rewards = load_rewards(config)
         self._judges = Threads(config.env.threads, config.env.step_timeout_s)
-        self._reward: Any = load_reward(config)
+        self._patient_judges = Threads(config.env.threads)
+        """For rewards that limit their own time."""
         self._cut_is_reported = False
         self._state = PlayState()
 
@@ -445,6 +446,7 @@ class Rollouts:
         for pool in self.pools.values():
             pool.threads.close(*pool.closing_calls())
         self._judges.close()
+        self._patient_judges.close()
         if not (self.loop.is_closed() or self.loop.is_running()):
             self.loop.close()
 
@@ -559,8 +561,8 @@ class Rollouts:
 
         if _lacks_turns(episode):
             raise RuntimeError("the agent ended without a call of the model")
-        if self._reward and trajectory.turns and trajectory.failure is None:
-            await self._judge(trajectory)
+        if self._rewards and trajectory.turns and trajectory.failure is None:
+            await self._judge(episode)
         if _lacks_turns(episode):
             raise RuntimeError("its turns were taken away")
         problem = turns_problem(trajectory.turns, with_tokens=isinstance(model, EngineModel))
@@ -575,18 +577,29 @@ class Rollouts:
     def _processes_lost(self) -> int:
         return getattr(self.factory, "processes_lost", 0)
 
-    async def _judge(self, trajectory: Trajectory) -> None:
-        """Give the last turn the reward of reward.type instead of the environment's reward.
+    async def _judge(self, episode: Episode) -> None:
+        """Give the last turn the rewards of the recipe instead of the environment's own.
 
         The other turns get 0.
         """
-        result = await self._judges.run(self._reward, trajectory)
-        reward = number(
-            f"reward.type = '{self.config.reward.type}'", result, -MAX_REWARD, MAX_REWARD
-        )
+        trajectory = episode.trajectory
+        values: dict[str, float] = {}
+        try:
+            for reward in self._rewards:
+                threads = self._patient_judges if reward.limits_itself else self._judges
+                values[reward.label] = await threads.run(reward.value, trajectory)
+        except OURS:
+            raise
+        except BaseException:
+            episode.stats.rewards_failed = 1
+            raise
+
+        total = sum(reward.weight * values[reward.label] for reward in self._rewards)
+        if self.config.rewards:
+            trajectory.rewards = values
         for turn in trajectory.turns:
             is_last = turn is trajectory.turns[-1]
-            turn.outcome = replace(turn.outcome, reward=reward if is_last else 0.0)
+            turn.outcome = replace(turn.outcome, reward=total if is_last else 0.0)
 
 
 async def _let_others_run() -> None:
@@ -603,19 +616,6 @@ def _can_be_used(trajectory: Trajectory) -> bool:
 def _lacks_turns(episode: Episode) -> bool:
     """Whether an episode that neither failed nor ran out of context has no turn."""
     return not (episode.trajectory.turns or episode.trajectory.failure or episode.context_full)
-
-
-def load_reward(config: Config) -> Callable[[Trajectory], Any] | None:
-    """Return the reward function that reward.type names, with its settings.
-
-    Returns None if the environment's own rewards count.
-    """
-    name = config.reward.type
-    if name == "env":
-        return None
-    reward = plugins.load("rewards", name)
-    with others_code(f"reward.type = '{name}'"):
-        return bind(reward, config.reward)
 
 
 def split_by_variance(groups: list[Group]) -> tuple[list[Group], list[Group]]:

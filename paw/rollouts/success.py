@@ -30,9 +30,10 @@ def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> d
 
     The names are games, failures, failure (why the first of the `failed` episodes failed), success
     with ci_low and ci_high, return, steps, valid_actions, score (if the environment has one) and
-    success_<kind>. With several environments, there are also success_<label> with ci_low_<label> and
-    ci_high_<label>, and return_<label>. `failed` episodes count as games without success, and the
-    other means leave them out. If no episode ended, only the first three are returned.
+    success_<kind>. With [[envs]], there are also return_<label>, success_<label>, ci_low_<label> and
+    ci_high_<label>; with [[rewards]], rewards_<label>. `failed` episodes count as games without
+    success, and the other means leave them out. If no episode ended, only the first three are
+    returned.
     """
     episodes: list[Trajectory] = []
     for group in groups:
@@ -58,6 +59,10 @@ def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> d
     scores = [summary.score for summary in summaries if summary.score is not None]
     if scores:
         metrics["score"] = sum(scores) / len(scores)
+
+    for label in summaries[0].rewards:
+        values = [summary.rewards[label] for summary in summaries]
+        metrics[f"rewards_{label}"] = sum(values) / len(values)
 
     wins_by_kind: dict[str, list[bool]] = defaultdict(list)
     for kind, won in kinds(groups, failed):
