@@ -20,7 +20,7 @@ from paw.tools.plan.fit import BASE
 
 Overrides = dict[str, str]
 Command = Callable[[argparse.Namespace, Overrides], int]
-WITHOUT_OVERRIDES = {"report", "export", "data", "doctor", "keys"}
+WITHOUT_OVERRIDES = {"report", "view", "export", "data", "doctor", "keys"}
 """Commands for which no key of the configuration can be set."""
 RECIPE = "name of a packaged recipe, or a .toml file"
 
@@ -341,6 +341,20 @@ def _report(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.report.report")
 
 
+def _view(parser: argparse.ArgumentParser) -> Command:
+    parser.add_argument("run_dir", type=Path, help="folder of a run, or of several, such as runs/")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at; another one lets other machines read the runs "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, help="port; 0 picks a free one (default: %(default)s)"
+    )
+    return _run_of("paw.tools.view")
+
+
 def _data(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument(
         "env",
@@ -471,6 +485,7 @@ ADD_ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     "rwml": _rwml,
     "play": _play,
     "report": _report,
+    "view": _view,
     "serve": _serve,
     "export": _export,
     "warmup": _warmup,

@@ -177,6 +177,8 @@ class PolicyUpdate:
                 out, tokens, samples, ranks=run.ranks, version=run.step
             )
             self.sampler_is_checked = True
+        if run.episode_log:
+            run.episode_log.observe(out.logp, batch, minibatch)
         out.loss.backward()
 
         unscaled_out = out._replace(token_loss=out.token_loss / world_size)

@@ -2,8 +2,8 @@
 
 Between updates a run evaluates, writes its files, saves, and ends.
 
-runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/step_000050/, hf/,
-plots/, report.html}
+runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, episodes.jsonl,
+checkpoints/step_000050/, hf/, plots/, report.html}
 """
 
 import os
@@ -44,6 +44,7 @@ from paw.config.recipe import dump, warnings
 from paw.config.sections import Config
 from paw.distributed.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
 from paw.envs.base import EnvFactory
+from paw.episode_log import EpisodeLog
 from paw.errors import UserError, progress, to_stderr, to_stdout
 from paw.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
 from paw.io.files import write_file, writing
@@ -52,14 +53,16 @@ from paw.model.host import peak_gib
 from paw.model.lora import adapters_off
 from paw.model.policy import Policy, full_parameters, pick_device
 from paw.progress import RunProgress
+from paw.rollouts.attempts import evaluation_metrics
 from paw.rollouts.background.ahead import AsyncRollouts
 from paw.rollouts.base import RolloutSource
 from paw.rollouts.engines import find_engine
 from paw.rollouts.engines.weight_folders import remove_abandoned
 from paw.rollouts.exchange import gather_turns
 from paw.rollouts.scheduler import Rollouts
-from paw.rollouts.success import more_context, success_metrics, success_text
+from paw.rollouts.success import more_context, success_text
 from paw.rollouts.sync import StaleWeightsError
+from paw.rollouts.text.pieces import TokenTexts
 from paw.rundir.about import describe_run, header_lines
 from paw.rundir.directory import OpenDirectory, open_directory
 from paw.rundir.log import MetricsLog, open_log
@@ -98,6 +101,8 @@ class Run(Parts, RunProgress):
     """Set on rank 0 only."""
     record: RunRecord | None = None
     """Set on rank 0 only."""
+    episode_log: EpisodeLog | None = None
+    """Set on rank 0 only, if `run.log_episodes` is not 0."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the update in progress."""
     failed: bool = True
@@ -268,14 +273,14 @@ class Run(Parts, RunProgress):
             self.save(wait=False)
 
     def evaluate(self, rollouts: RolloutSource) -> None:
-        """Play each evaluation game once and add `eval/*` to the metrics.
+        """Play the evaluation games and add `eval/*` to the metrics.
 
         Raises TrainingStopped if every episode failed, after the update has been logged and saved.
         """
         self.check_directory()
         with self.stage("eval"):
             groups, stats = rollouts.evaluation(self.counting("evaluation"))
-            success = success_metrics(groups, stats.failed)
+            success = evaluation_metrics(groups, stats.failed, attempts=self.config.eval.attempts)
             for name, value in success.items():
                 self.metrics[f"eval/{name}"] = value
             if groups and stats.context_full == sum(len(group.trajectories) for group in groups):
@@ -313,14 +318,20 @@ class Run(Parts, RunProgress):
 
     def _write_metrics(self) -> None:
         self.check_directory()
-        if self.log:
-            self.log.log(self.step, self.metrics)
-        self.logged = self.step
+        self._log(self.metrics)
         try:
             hooks.call(self, "on_update", self.metrics)
         finally:
             self.remember_random_states()
         self.metrics.clear()
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        """Write the update's episodes and then its line of metrics."""
+        if self.log:
+            if self.episode_log:
+                self.log.episodes(self.step, self.episode_log.take())
+            self.log.log(self.step, metrics)
+        self.logged = self.step
 
     def save(self, *, wait: bool = True) -> None:
         """Save weights, optimizer, random states and counters; remove the oldest beyond run.keep.
@@ -391,13 +402,11 @@ class Run(Parts, RunProgress):
     def save_finished_update(self, error: BaseException) -> None:
         """Save the newest update if it is over and `error` did not corrupt it."""
         if self.lacks_only_its_line:  # its evaluation is left to the resumed run
-            if self.log:
-                metrics: dict[str, float] = {}
-                for key, value in self.metrics.items():
-                    if not key.startswith("eval/"):
-                        metrics[key] = value
-                self.log.log(self.step, metrics)
-            self.logged = self.step
+            metrics: dict[str, float] = {}
+            for key, value in self.metrics.items():
+                if not key.startswith("eval/"):
+                    metrics[key] = value
+            self._log(metrics)
         if self.can_be_saved(error):
             self.save()
 
@@ -651,6 +660,12 @@ def _open_files(run: Run, stack: ExitStack, *, resumes: bool, notes: list[str]) 
     run.record = stack.enter_context(record)
     resume_step = (run.step or STARTING_OVER) if resumes else None
     run.log = stack.enter_context(open_log(run.directory, resume_step=resume_step))
+    if run.config.run.log_episodes:
+        run.episode_log = EpisodeLog(
+            count=run.config.run.log_episodes,
+            texts=TokenTexts(run.chat.raw_text),
+            by_token=run.critic is not None,
+        )
 
     lines = header_lines(run.directory, run.info, run.config)
     for line in (*lines, *notes, *run.log.lost, *warnings(run.config)):

@@ -90,11 +90,15 @@ def learn(run: Run, groups: list[Group]) -> bool:
     Returns False if servers that sampled them had different weights. Then those servers are
     excluded, nothing is learnt, and the episodes must be played again.
     """
+    if run.episode_log:
+        run.episode_log.start(groups)
     try:
         with run.stage("score"), hooks.users_advantages(run.config):
             samples = prepare(run, groups)
         with run.stage("update"), hooks.users_losses(run.config):
             run.metrics.update(optimize(run, samples))
+            if run.episode_log:
+                run.episode_log.finish(samples)
     except StaleWeightsError as error:
         run.ranks.reshard(run.policy)  # its backward pass will not come
         run.exclude_stale_servers(error)

@@ -384,8 +384,8 @@ def updated() -> Callable[[Any], Any]:
         rollouts = Rollouts(run.factory, run.engine, run.chat, run.config)
         gather_groups = rollouts.gather_groups
 
-        def remembering(*args: Any) -> Any:
-            played.append(gather_groups(*args))
+        def remembering(*args: Any, **options: Any) -> Any:
+            played.append(gather_groups(*args, **options))
             return played[-1]
 
         rollouts.gather_groups = remembering

@@ -341,7 +341,7 @@ def token_batch(
     "response" adds sampler_gap. For `norm` see `_token_weights`.
     """
     samples = [minibatch[i] for i in batch.indices]
-    target_counts = [_target_count(sample, batch.with_observation) for sample in samples]
+    target_counts = [target_count(sample, batch.with_observation) for sample in samples]
     response_weights = _token_weights(
         minibatch, batch.indices, norm, verl_samples=verl_samples, update_samples=update_samples
     )
@@ -378,7 +378,7 @@ def token_batch(
     return TokenBatch(observation=batch.observation, **dict(zip(columns, tensors, strict=True)))
 
 
-def _target_count(sample: Sample, with_observation: bool) -> int:
+def target_count(sample: Sample, with_observation: bool) -> int:
     """Return the number of observation tokens of a sample that are targets."""
     if with_observation and sample.wm_weight > 0.0:
         return sum(len(ids) for _, ids in sample.targets)

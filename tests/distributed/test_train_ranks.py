@@ -158,7 +158,7 @@ def test_two_ranks_train_to_the_weights_of_one(start, tmp_path, monkeypatch):
     for file in ("model", "critic_model"):
         assert weights(one, file).keys() == weights(two, file).keys()
         assert 0 < distance(weights(two, file), weights(one, file)) < 1e-5
-    for file in ("metrics.jsonl", "samples.jsonl", "report.html"):
+    for file in ("metrics.jsonl", "samples.jsonl", "episodes.jsonl", "report.html"):
         assert (two / file).stat().st_size
     assert distance(load_file(two / "hf" / "model.safetensors"), weights(two)) == 0
 

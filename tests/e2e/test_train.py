@@ -41,8 +41,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 def test_a_run_leaves_everything_behind(quick_run):
     assert {path.name for path in quick_run.iterdir()} == {
-        ".lock", "config.toml", "run.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "hf", "plots",
-        "report.html",
+        ".lock", "config.toml", "run.json", "metrics.jsonl", "samples.jsonl", "episodes.jsonl", "checkpoints", "hf",
+        "plots", "report.html",
     }  # fmt: skip
     config = tomllib.loads((quick_run / "config.toml").read_text())
     assert config["rollout"]["tasks"] == 4

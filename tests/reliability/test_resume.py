@@ -50,7 +50,7 @@ def assert_same(paw_here, command, whole, read_metrics, tmp_path):
             checkpoint.read_manifest(folder / last_checkpoint) for folder in (run, whole)
         )
         assert manifest[0] == whole_manifest[0]
-        for name in ("hf/model.safetensors", "samples.jsonl"):
+        for name in ("hf/model.safetensors", "samples.jsonl", "episodes.jsonl"):
             assert (run / name).read_bytes() == (whole / name).read_bytes()
         assert read_metrics(run) == read_metrics(whole)
 
