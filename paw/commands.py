@@ -14,12 +14,13 @@ from paw.config.recipe import load, recipe_names
 from paw.envs import make_factory
 from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.errors import to_stderr
+from paw.io.imports import no_collections
 from paw.tools.experiment.runs import VARIANTS, parse_seeds
 from paw.tools.plan.fit import BASE
 
 Overrides = dict[str, str]
 Command = Callable[[argparse.Namespace, Overrides], int]
-WITHOUT_OVERRIDES = {"report", "export", "data", "doctor", "keys"}
+WITHOUT_OVERRIDES = {"report", "view", "export", "data", "doctor", "keys"}
 """Commands for which no key of the configuration can be set."""
 RECIPE = "name of a packaged recipe, or a .toml file"
 
@@ -36,7 +37,9 @@ def _run_of(module: str) -> Command:
     """Return a module's function `run(options, overrides)`. Its first call imports the module."""
 
     def run(options: argparse.Namespace, overrides: Overrides) -> int:
-        return importlib.import_module(module).run(options, overrides)
+        with no_collections():
+            command = importlib.import_module(module)
+        return command.run(options, overrides)
 
     return run
 
@@ -338,6 +341,20 @@ def _report(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.report.report")
 
 
+def _view(parser: argparse.ArgumentParser) -> Command:
+    parser.add_argument("run_dir", type=Path, help="folder of a run, or of several, such as runs/")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at; another one lets other machines read the runs "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, help="port; 0 picks a free one (default: %(default)s)"
+    )
+    return _run_of("paw.tools.view")
+
+
 def _data(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument(
         "env",
@@ -468,6 +485,7 @@ ADD_ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
     "rwml": _rwml,
     "play": _play,
     "report": _report,
+    "view": _view,
     "serve": _serve,
     "export": _export,
     "warmup": _warmup,

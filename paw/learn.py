@@ -7,7 +7,6 @@ these are shared among ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 
 import numpy as np
@@ -30,7 +29,7 @@ from paw.types import Sample, no_values
 from paw_kernels import TokenLoss
 
 
-def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
+def optimize(run: Run, samples: Sequence[Sample]) -> dict[str, float]:
     """Take the update's optimizer steps and return its metrics. PPO's critic takes its steps last.
 
     Raises StaleWeightsError, before any gradient or step, if there was no scoring pass and the
@@ -120,7 +119,7 @@ class PolicyUpdate:
         self.sampler_metrics: dict[str, float] = {}
         self.sampler_is_checked = "health/sampler_mismatch" in run.metrics
 
-    def accumulate_gradients(self, minibatch: list[Sample]) -> Tensor:
+    def accumulate_gradients(self, minibatch: Sequence[Sample]) -> Tensor:
         """Add up the mini-batch's gradient over micro-batches and ranks.
 
         Returns this rank's part of the mini-batch's loss, float64 on the device. The loop reads
@@ -136,7 +135,7 @@ class PolicyUpdate:
             self.run.packing,
             with_observation=config.wm.enabled,
             device=policy.device,
-            skip=partial(has_no_gradient, config, self.objective),
+            skip_without_loss=may_skip_without_loss(config, self.objective),
         )
         loss = torch.zeros((), dtype=torch.float64, device=policy.device)
         for number, batch in enumerate(batches, 1):
@@ -146,7 +145,7 @@ class PolicyUpdate:
         ranks.average_gradients(policy)
         return loss
 
-    def _backward(self, batch: Batch, minibatch: list[Sample]) -> Tensor:
+    def _backward(self, batch: Batch, minibatch: Sequence[Sample]) -> Tensor:
         """Run a micro-batch forward and backward.
 
         Returns its part of the mini-batch's loss, float64 on the device.
@@ -178,6 +177,8 @@ class PolicyUpdate:
                 out, tokens, samples, ranks=run.ranks, version=run.step
             )
             self.sampler_is_checked = True
+        if run.episode_log:
+            run.episode_log.observe(out.logp, batch, minibatch)
         out.loss.backward()
 
         unscaled_out = out._replace(token_loss=out.token_loss / world_size)
@@ -228,13 +229,12 @@ class PolicyUpdate:
         return metrics
 
 
-def has_no_gradient(config: Config, objective: Objective, sample: Sample) -> bool:
-    """Whether a sample is certain to have no gradient and so needs no forward pass."""
+def may_skip_without_loss(config: Config, objective: Objective) -> bool:
+    """Whether samples without an advantage and a world-model weight are certain to have no
+    gradient."""
     if config.policy.kl_coef > 0.0 or config.policy.entropy_coef > 0.0:
         return False
-    if not traits_of(objective.policy).zero_without_advantage:
-        return False
-    return not sample.has_advantage and not sample.wm_weight
+    return traits_of(objective.policy).zero_without_advantage
 
 
 def compare_sampler(

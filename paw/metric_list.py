@@ -25,8 +25,8 @@ PAGE_HEADING = """# Metrics
 `metrics.jsonl` in the run directory has one JSON object for each update, with these keys and
 `step`. A metric that was not measured is absent, never 0. `<kind>` stands for the kinds of tasks
 that the environment has, `<environment>` for the labels of several `[[envs]]`, `<reward>` for those
-of several `[[rewards]]`. "line": shown on the line of progress, which also shows an evaluation as
-`eval 41.0% of 100 games`. "report": shown in the report's table.
+of several `[[rewards]]`, `<k>` for numbers of attempts. "line": shown on the line of progress,
+which also shows an evaluation as `eval 41.0% of 100 games`. "report": shown in the report's table.
 
 With several ranks, "same" metrics are computed on every rank from the data of all of them,
 "sum" means that the ranks' parts are added up (before dividing, for a share or a mean),
@@ -113,7 +113,7 @@ EVALUATION = (
     Metric(
         name="eval/games",
         label="Evaluation games",
-        meaning="Held-out games, each played once.",
+        meaning="Held-out games, each played once, or `eval.attempts` times.",
     ),
     Metric(
         name="eval/success",
@@ -124,14 +124,45 @@ EVALUATION = (
     Metric(
         name="eval/ci_low",
         label="Lower end of the interval",
-        meaning="Of the 95 % Wilson interval of eval/success.",
+        meaning="Of the 95 % interval of eval/success: Wilson's with one attempt at each game, a"
+        " bootstrap over games with more.",
         unit="%",
     ),
     Metric(
         name="eval/ci_high",
         label="Upper end of the interval",
-        meaning="Of the 95 % Wilson interval of eval/success.",
+        meaning="Of the 95 % interval of eval/success: Wilson's with one attempt at each game, a"
+        " bootstrap over games with more.",
         unit="%",
+    ),
+    Metric(
+        name="eval/attempts",
+        label="Attempts at each evaluation game",
+        meaning="`eval.attempts`, if it is more than 1.",
+    ),
+    Metric(
+        name="eval/pass_at_<k>",
+        label="pass@k on held-out games",
+        meaning="Chance that at least one of k attempts at a game succeeds, for k = 1, 2, 4, ... up"
+        " to `eval.attempts`: the unbiased estimate of arXiv 2107.03374, with several attempts.",
+        unit="%",
+    ),
+    Metric(
+        name="eval/pass_at_<k>_low",
+        label="Lower end of the interval of pass@k",
+        meaning="95 %, over games. The upper end is `eval/pass_at_<k>_high`.",
+        unit="%",
+    ),
+    Metric(
+        name="eval/best_at_<k>",
+        label="Best of k on held-out games",
+        meaning="Expected highest score of k attempts at a game; the return if the environment has"
+        " no score. With several attempts.",
+    ),
+    Metric(
+        name="eval/best_at_<k>_low",
+        label="Lower end of the interval of best of k",
+        meaning="95 %, over games. The upper end is `eval/best_at_<k>_high`.",
     ),
     Metric(
         name="eval/success_<kind>",

@@ -2,13 +2,13 @@
 
 Between updates a run evaluates, writes its files, saves, and ends.
 
-runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/step_000050/, hf/,
-plots/, report.html}
+runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, episodes.jsonl,
+checkpoints/step_000050/, hf/, plots/, report.html}
 """
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from paw import hooks
 from paw.algo.loss import log_probs
 from paw.algo.rows import share_scalars
 from paw.algo.samples import minibatches
+from paw.algo.shared_samples import SharedSamples
 from paw.build import (
     WITHOUT_TOOLS,
     Parts,
@@ -45,6 +46,7 @@ from paw.config.sections import Config
 from paw.distributed.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
 from paw.envs.base import EnvFactory
 from paw.envs.several import SeveralEnvs
+from paw.episode_log import EpisodeLog
 from paw.errors import UserError, describe, progress, to_stderr, to_stdout
 from paw.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
 from paw.io.files import write_file, writing
@@ -53,14 +55,16 @@ from paw.model.host import peak_gib
 from paw.model.lora import adapters_off
 from paw.model.policy import Policy, full_parameters, pick_device
 from paw.progress import RunProgress
+from paw.rollouts.attempts import evaluation_metrics
 from paw.rollouts.background.ahead import AsyncRollouts
 from paw.rollouts.base import RolloutSource
 from paw.rollouts.engines import find_engine
 from paw.rollouts.engines.weight_folders import remove_abandoned
 from paw.rollouts.exchange import gather_turns
 from paw.rollouts.scheduler import Rollouts
-from paw.rollouts.success import more_context, success_metrics, success_text
+from paw.rollouts.success import more_context, success_text
 from paw.rollouts.sync import StaleWeightsError
+from paw.rollouts.text.pieces import TokenTexts
 from paw.rundir.about import describe_run, header_lines
 from paw.rundir.directory import OpenDirectory, open_directory
 from paw.rundir.log import MetricsLog, open_log
@@ -99,6 +103,8 @@ class Run(Parts, RunProgress):
     """Set on rank 0 only."""
     record: RunRecord | None = None
     """Set on rank 0 only."""
+    episode_log: EpisodeLog | None = None
+    """Set on rank 0 only, if `run.log_episodes` is not 0."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the update in progress."""
     failed: bool = True
@@ -158,8 +164,8 @@ class Run(Parts, RunProgress):
         """Whether any rank was told to stop. Signals reach ranks at different moments."""
         return any(self.ranks.gather(self.signal.requested))
 
-    def share_scalars(self, samples: list[Sample]) -> None:
-        """Fill the samples of other ranks, see `algo.rows.share_scalars`."""
+    def share_scalars(self, samples: SharedSamples) -> None:
+        """Fill the numbers of the samples of all ranks, see `algo.rows.share_scalars`."""
         share_scalars(
             samples,
             self.ranks,
@@ -167,7 +173,9 @@ class Run(Parts, RunProgress):
             share_prefixes=self.packing.share_prefixes != "never",
         )
 
-    def log_probs(self, model: Policy, samples: list[Sample]) -> dict[int, tuple[Values, float]]:
+    def log_probs(
+        self, model: Policy, samples: Sequence[Sample]
+    ) -> dict[int, tuple[Values, float]]:
         """Return (log-probs, mean entropy) of the samples that this rank holds, by their index.
 
         See `algo.loss.log_probs`. The ranks share the batches.
@@ -204,7 +212,7 @@ class Run(Parts, RunProgress):
         if must_move:
             self.reference.to("cpu")
 
-    def minibatches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
+    def minibatches(self, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
         """Yield the samples of each optimizer step of the update, over all epochs.
 
         Policy and critic use the same mini-batches.
@@ -283,14 +291,14 @@ class Run(Parts, RunProgress):
             self.save(wait=False)
 
     def evaluate(self, rollouts: RolloutSource) -> None:
-        """Play each evaluation game once and add `eval/*` to the metrics.
+        """Play the evaluation games and add `eval/*` to the metrics.
 
         Raises TrainingStopped if every episode failed, after the update has been logged and saved.
         """
         self.check_directory()
         with self.stage("eval"):
             groups, stats = rollouts.evaluation(self.counting("evaluation"))
-            success = success_metrics(groups, stats.failed)
+            success = evaluation_metrics(groups, stats.failed, attempts=self.config.eval.attempts)
             for name, value in success.items():
                 self.metrics[f"eval/{name}"] = value
             if groups and stats.context_full == sum(len(group.trajectories) for group in groups):
@@ -328,14 +336,20 @@ class Run(Parts, RunProgress):
 
     def _write_metrics(self) -> None:
         self.check_directory()
-        if self.log:
-            self.log.log(self.step, self.metrics)
-        self.logged = self.step
+        self._log(self.metrics)
         try:
             hooks.call(self, "on_update", self.metrics)
         finally:
             self.remember_random_states()
         self.metrics.clear()
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        """Write the update's episodes and then its line of metrics."""
+        if self.log:
+            if self.episode_log:
+                self.log.episodes(self.step, self.episode_log.take())
+            self.log.log(self.step, metrics)
+        self.logged = self.step
 
     def save(self, *, wait: bool = True) -> None:
         """Save weights, optimizer, random states and counters; remove the oldest beyond run.keep.
@@ -423,13 +437,11 @@ class Run(Parts, RunProgress):
     def save_finished_update(self, error: BaseException) -> None:
         """Save the newest update if it is over and `error` did not corrupt it."""
         if self.lacks_only_its_line:  # its evaluation is left to the resumed run
-            if self.log:
-                metrics: dict[str, float] = {}
-                for key, value in self.metrics.items():
-                    if not key.startswith("eval/"):
-                        metrics[key] = value
-                self.log.log(self.step, metrics)
-            self.logged = self.step
+            metrics: dict[str, float] = {}
+            for key, value in self.metrics.items():
+                if not key.startswith("eval/"):
+                    metrics[key] = value
+            self._log(metrics)
         if self.can_be_saved(error):
             self.save()
 
@@ -685,6 +697,12 @@ def _open_files(run: Run, stack: ExitStack, *, resumes: bool, notes: list[str]) 
     run.record = stack.enter_context(record)
     resume_step = (run.step or STARTING_OVER) if resumes else None
     run.log = stack.enter_context(open_log(run.directory, resume_step=resume_step))
+    if run.config.run.log_episodes:
+        run.episode_log = EpisodeLog(
+            count=run.config.run.log_episodes,
+            texts=TokenTexts(run.chat.raw_text),
+            by_token=run.critic is not None,
+        )
 
     lines = header_lines(run.directory, run.info, run.config)
     for line in (*lines, *notes, *run.log.lost, *warnings(run.config)):

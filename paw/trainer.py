@@ -20,8 +20,9 @@ import numpy as np
 
 from paw import hooks
 from paw.algo.advantages import check_advantages, drop_penalty_only
-from paw.algo.rows import gather_digests, gather_numbers, held, with_all_rows
+from paw.algo.rows import compute_by_group, gather_digests, gather_numbers, with_all_rows
 from paw.algo.samples import to_samples
+from paw.algo.shared_samples import assign, column, held
 from paw.algo.world_model import select
 from paw.build import WITHOUT_TOOLS, Preparation
 from paw.config import plugins
@@ -91,11 +92,15 @@ def learn(run: Run, groups: list[Group]) -> bool:
     Returns False if servers that sampled them had different weights. Then those servers are
     excluded, nothing is learnt, and the episodes must be played again.
     """
+    if run.episode_log:
+        run.episode_log.start(groups)
     try:
         with run.stage("score"), hooks.users_advantages(run.config):
             samples = prepare(run, groups)
         with run.stage("update"), hooks.users_losses(run.config):
             run.metrics.update(optimize(run, samples))
+            if run.episode_log:
+                run.episode_log.finish(samples)
     except StaleWeightsError as error:
         run.ranks.reshard(run.policy)  # its backward pass will not come
         run.exclude_stale_servers(error)
@@ -152,11 +157,11 @@ def _stop_requested_within(run: Run, seconds: int) -> bool:
     return False
 
 
-def prepare(run: Run, groups: list[Group]) -> list[Sample]:
+def prepare(run: Run, groups: list[Group]) -> Sequence[Sample]:
     """Return the update's samples, with advantages, old log-probs and world-model weights.
 
-    With several ranks, every rank has all samples, but each row of tokens is on one rank only
-    (`algo.rows`), and `groups` is emptied.
+    With several ranks, each holds a part of them, and has a few numbers of the others
+    (`algo.shared_samples`). `groups` is emptied.
     """
     config = run.config
     parts = parts_of(run.factory, config.env)
@@ -183,7 +188,7 @@ def prepare(run: Run, groups: list[Group]) -> list[Sample]:
     return samples
 
 
-def staleness(run: Run, samples: list[Sample]) -> dict[str, float]:
+def staleness(run: Run, samples: Sequence[Sample]) -> dict[str, float]:
     """Return how many updates old the weights were that sampled the tokens."""
     versions = [samples[i].versions for i in held(samples, run.ranks)]
     ages = run.step - np.concatenate([no_ids(), *versions])
@@ -192,25 +197,34 @@ def staleness(run: Run, samples: list[Sample]) -> dict[str, float]:
     return {"staleness/mean": sum(sums) / sum(counts), "staleness/max": max(largest)}
 
 
-def compute_advantages(run: Run, samples: list[Sample]) -> None:
+def compute_advantages(run: Run, samples: Sequence[Sample]) -> None:
     """Fill the advantages: relative to the group, or from the critic's values (PPO)."""
     if run.critic:
         run.metrics.update(run.critic.compute_values(samples))
         return
     settings = run.config.advantage
     estimator = plugins.load("advantages", settings.type)
-    seen = samples
-    if settings.traits.tokens and run.ranks.world_size > 1:
-        seen = with_all_rows(samples, run.ranks)
-    returned = estimator(seen, **settings.settings())
-    advantages = check_advantages(returned, settings.type, count=len(samples))
-    if settings.penalty_only == "drop":
-        advantages = drop_penalty_only(samples, advantages)
-    for sample, advantage in zip(samples, advantages, strict=True):
-        sample.advantage = advantage
+
+    def compute(seen: Sequence[Sample]) -> list[float]:
+        with hooks.users_advantages(run.config):  # its failure on one rank ends all at once
+            returned = estimator(seen, **settings.settings())
+        advantages = check_advantages(returned, settings.type, count=len(seen))
+        if settings.penalty_only == "drop":
+            advantages = drop_penalty_only(seen, advantages)
+        return advantages
+
+    if run.ranks.world_size == 1:
+        advantages = compute(samples)
+    elif settings.traits.tokens:
+        advantages = compute(with_all_rows(samples, run.ranks))
+    elif settings.traits.by_group:
+        advantages = compute_by_group(samples, compute, run.ranks)
+    else:
+        advantages = compute(list(samples))
+    assign(samples, "advantage", advantages)
 
 
-def compute_log_probs(run: Run, samples: list[Sample]) -> None:
+def compute_log_probs(run: Run, samples: Sequence[Sample]) -> None:
     """Fill action entropies, and the old log-probs of the samples that this rank holds.
 
     They come from the scoring pass or from the engine. The pass is skipped if `policy.old_logp =
@@ -220,7 +234,7 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
     config = run.config
     from_engine = config.policy.old_logp == "engine"
     sampled_entropy = config.wm.entropy == "sampled" or not config.wm.enabled
-    entropy_known = sampled_entropy or all(sample.sampled_entropy is not None for sample in samples)
+    entropy_known = sampled_entropy or bool(column(samples, "has_entropy").all())
     pass_needed = not (from_engine and entropy_known)
 
     scored: dict[int, tuple[Values, float]] = {}
@@ -255,9 +269,7 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
             logps = sample.sampled_logp.tolist()
             entropy = fmean(-math.exp(value) * value for value in logps)
         entropies.append(entropy)
-    entropies = gather_numbers(samples, entropies, run.ranks)
-    for sample, entropy in zip(samples, entropies, strict=True):
-        sample.entropy = entropy
+    assign(samples, "entropy", gather_numbers(samples, entropies, run.ranks))
 
 
 def _mean_sampled_entropy(sample: Sample) -> float:
@@ -267,7 +279,7 @@ def _mean_sampled_entropy(sample: Sample) -> float:
     return fmean(sample.sampled_entropy.tolist())
 
 
-def compute_reference_log_probs(run: Run, samples: list[Sample]) -> None:
+def compute_reference_log_probs(run: Run, samples: Sequence[Sample]) -> None:
     """Fill the reference model's log-probs of the samples that this rank holds."""
     with run.reference_on_device():
         scored = run.log_probs(run.reference, samples)
@@ -275,7 +287,7 @@ def compute_reference_log_probs(run: Run, samples: list[Sample]) -> None:
         samples[i].ref_logp = logp
 
 
-def select_targets(run: Run, samples: list[Sample], *, reward_max: Sequence[float]) -> None:
+def select_targets(run: Run, samples: Sequence[Sample], *, reward_max: Sequence[float]) -> None:
     """Fill the world-model weights of the selected samples (PaW Eqs. (8) to (11)).
 
     Other samples keep 0. `reward_max` is that of each group's environment.
@@ -289,8 +301,7 @@ def select_targets(run: Run, samples: list[Sample], *, reward_max: Sequence[floa
         distinct=gather_digests(samples, run.ranks) if wm.dedup else None,
         reward_max=reward_max,
     )
-    for sample, weight in zip(samples, selection.weights, strict=True):
-        sample.wm_weight = weight
+    assign(samples, "wm_weight", selection.weights)
     run.metrics["wm/lambda"] = sum(selection.lambdas) / len(selection.lambdas)
     run.metrics["wm/selected_frac"] = sum(selection.selected) / len(samples)
 

@@ -425,19 +425,8 @@ class Sample(WithArrays):
     continues: bool = False
     """Whether the prompt begins with the previous turn's prompt and response, so that both turns
     fit in one sequence."""
-    continues_target: bool | None = None
-    """Whether the previous turn's separator and observation follow these in the prompt, if it has a
-    target. None if nobody has compared yet."""
-    holder: int = 0
-    """The rank that holds the tokens. On others, rows of tokens have only a length (`Away`)."""
-    shared_prefix: int = 0
-    """Tokens that the sequence which this sample begins has in common with another one of its group.
-    Only known with several ranks. See `algo.placement`."""
-    prefix_order: int = 0
-    """The place of that sequence among those of its group: neighbours have most in common."""
     advantage: float = 0.0
-    """One scalar per sample, broadcast to its response tokens. With PPO, only used for samples that
-    another rank holds: 0 if all their tokens have 0, else 1."""
+    """One scalar per sample, broadcast to its response tokens. Not used with PPO."""
     token_advantage: Values | None = None
     """PPO: the advantage of each response token, which replaces `advantage`."""
     values: Values = field(default_factory=no_values)

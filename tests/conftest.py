@@ -57,12 +57,14 @@ QUICK = {
     "run.threads": 1,
     "run.updates": 2,
     "warmup.max_steps": 40,
+    "warmup.corpus_turns": 1500,
     "env.invalid_penalty": 0.1,
+    "env.max_turns": 4,
     # The barely trained model never wins: penalties are what the policy learns from.
     "advantage.penalty_only": "keep",
     "rollout.tasks": 4,
     "rollout.group_size": 4,
-    "eval.games": 8,
+    "eval.games": 4,
 }
 
 
@@ -382,8 +384,8 @@ def updated() -> Callable[[Any], Any]:
         rollouts = Rollouts(run.factory, run.engine, run.chat, run.config)
         gather_groups = rollouts.gather_groups
 
-        def remembering(*args: Any) -> Any:
-            played.append(gather_groups(*args))
+        def remembering(*args: Any, **options: Any) -> Any:
+            played.append(gather_groups(*args, **options))
             return played[-1]
 
         rollouts.gather_groups = remembering

@@ -1,14 +1,14 @@
 """What an update's episodes cost ranks: if every rank gets all, and if each holds its rows.
 
-    python bench/rollout/exchange.py [--tokens 4000000] [--ranks 1 2 4]
+    python bench/rollout/exchange.py [--tokens 16000000] [--ranks 1 2 4]
 
 Random rows of the sizes that ALFWorld has under the paper's limits: prompts of 450 tokens,
 responses of 100, observations of 20, 50 turns an episode, 4 characters a token in texts. Processes
 over gloo, new ones for each measurement. They share what they have played, make samples and
-advantages, and cut the micro-batches of the scoring pass and of the optimizer's. With "all", every
+advantages, and make the micro-batches of the scoring pass and of the optimizer's. With "all", every
 rank first gets the turns of all ranks. Writes bench/results/exchange_cpu.csv: for each rank the
-seconds from a common start, by the clock and of a processor, and the GiB of the process: without
-any episode, at most, and at the end.
+seconds from a common start, by the clock and of a processor, and the GiB of the process: before
+the update, at most, and at the end. The update before it, of one group a rank, is not measured.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.common import RESULTS, cpu_name, write
 from paw.algo.advantages import grpo
 from paw.algo.packing import Packing
-from paw.algo.rows import held, share_scalars
+from paw.algo.rows import compute_by_group, share_scalars
 from paw.algo.samples import Batch, micro_batches, to_samples
+from paw.algo.shared_samples import SharedSamples, assign
 from paw.build import join_ranks
 from paw.distributed.ranks import Ranks
 from paw.rollouts.base import RolloutResult, RolloutStats
@@ -56,7 +58,7 @@ def main() -> None:
         allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument(
-        "--tokens", type=int, default=4_000_000, help="prompts and responses, of all ranks"
+        "--tokens", type=int, default=16_000_000, help="prompts and responses, of all ranks"
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--way", choices=WAYS, help="one of the ranks")
@@ -83,6 +85,7 @@ def measure(way: str, tokens: int) -> None:
     task_count = round(tokens / (PROMPT + RESPONSE) / TURNS / MEMBERS)
     tasks = [Task(f"task/{i}") for i in range(task_count)]
     ranks = join_ranks(torch.device("cpu"))
+    warm_up(way, ranks)
     base_gib = resident_gib()
     own_tasks = range(
         task_count * ranks.rank // ranks.world_size,
@@ -96,7 +99,7 @@ def measure(way: str, tokens: int) -> None:
     ranks.gather(0)  # a common start
     start = time.perf_counter()
     cpu_start = time.process_time()
-    samples, batches = cut(way, (groups, RolloutStats()), tasks, ranks)
+    samples, batch_tokens = cut(way, (groups, RolloutStats()), tasks, ranks)
     wall_s = time.perf_counter() - start
     cpu_s = time.process_time() - cpu_start
 
@@ -109,7 +112,7 @@ def measure(way: str, tokens: int) -> None:
         "rank": ranks.rank,
         "tokens": sum(ranks.gather(count)),
         "turns": len(samples),
-        "batch_tokens": sum(len(batch.input_ids) for batch in batches),
+        "batch_tokens": batch_tokens,
         "wall_s": round(wall_s, 2),
         "cpu_s": round(cpu_s, 2),
         "base_gib": round(base_gib, 3),
@@ -121,10 +124,18 @@ def measure(way: str, tokens: int) -> None:
     os._exit(0)
 
 
+def warm_up(way: str, ranks: Ranks) -> None:
+    """Make an update of one group a rank, which pays for what only the first update does."""
+    tasks = [Task(f"first/{rank}") for rank in range(ranks.world_size)]
+    groups = episodes([tasks[ranks.rank]], ranks.rank)
+    groups[0].index = ranks.rank
+    cut(way, (groups, RolloutStats()), tasks, ranks)
+
+
 def cut(
     way: str, result: RolloutResult, tasks: list[Task], ranks: Ranks
-) -> tuple[list[Sample], list[Batch]]:
-    """Return the update's samples, and this rank's micro-batches of the optimizer's pass."""
+) -> tuple[Sequence[Sample], int]:
+    """Return the update's samples, and the tokens of this rank in the optimizer's pass."""
     groups = [Group(task, [], index) for index, task in enumerate(tasks)]
     for rank_groups, _ in share_summaries(result, tasks, ranks):
         for group in rank_groups:
@@ -133,7 +144,7 @@ def cut(
         groups = gather_turns(groups, ranks)
     is_shared = way == "rows" and ranks.world_size > 1
 
-    def share(samples: list[Sample]) -> None:
+    def share(samples: SharedSamples) -> None:
         share_scalars(samples, ranks, anchors="nothing", share_prefixes=False)
 
     samples = to_samples(
@@ -146,18 +157,23 @@ def cut(
     )
     groups.clear()
     result[0].clear()
-    for sample, advantage in zip(samples, grpo(samples), strict=True):
-        sample.advantage = advantage
+    assign(samples, "advantage", compute_by_group(samples, grpo, ranks))
 
     packing = Packing(budget=BUDGET, ranks=ranks if is_shared else None)
     share_of_all = samples if is_shared else samples[ranks.rank :: ranks.world_size]
     device = torch.device("cpu")
-    micro_batches(share_of_all, packing, with_observation=False, device=device)
-    for i in held(samples, ranks) if is_shared else range(len(samples)):
+    tokens_of(micro_batches(share_of_all, packing, with_observation=False, device=device))
+    own = samples.held() if isinstance(samples, SharedSamples) else range(len(samples))
+    for i in own:
         samples[i].old_logp = samples[i].sampled_logp
-    for sample in samples[::2]:
-        sample.wm_weight = 1.0
-    return samples, micro_batches(share_of_all, packing, with_observation=True, device=device)
+    assign(samples, "wm_weight", 1.0 - np.arange(len(samples)) % 2)
+    batches = micro_batches(share_of_all, packing, with_observation=True, device=device)
+    return samples, tokens_of(batches)
+
+
+def tokens_of(batches: Iterable[Batch]) -> int:
+    """Make the batches, one after another."""
+    return sum(len(batch.input_ids) for batch in batches)
 
 
 def group_tokens(group: Group) -> int:

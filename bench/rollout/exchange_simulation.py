@@ -5,8 +5,9 @@
 One process is the first of so many ranks, with the code that a rank runs. What the others would
 send is made up, at the sizes of bench/rollout/exchange.py. The numbers of turns and the placement
 of rows are computed in full; rows are counted, not sent. Writes
-bench/results/exchange_simulated.csv: the processor seconds for the numbers of all turns, the GiB
-that they take, and for rows, the MiB that a rank plays, gets, and has to compute at most.
+bench/results/exchange_simulated.csv: the processor seconds of each part (`own_s` makes the samples
+of the turns that the rank has played), the MiB of the numbers of all turns, and for rows, the MiB
+that a rank plays, gets, and has to compute at most.
 """
 
 import argparse
@@ -15,25 +16,43 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, cpu_name, write
-from bench.rollout.exchange import MEMBERS, PROMPT, RESPONSE, TURNS, episodes, resident_gib
+from bench.rollout.exchange import (
+    BUDGET,
+    MEMBERS,
+    OBSERVATION,
+    PROMPT,
+    RESPONSE,
+    TURNS,
+    episodes,
+)
 from paw.algo.advantages import gigpo
-from paw.algo.placement import Chain, place
-from paw.algo.rows import INTEGERS, REALS, share_scalars
-from paw.algo.samples import minibatches, to_samples
+from paw.algo.packing import Packing
+from paw.algo.rows import INTEGERS, REALS, compute_by_group, share_scalars
+from paw.algo.samples import minibatches, share_sequences, to_samples
+from paw.algo.shared_samples import Columns, SharedSamples
 from paw.algo.world_model import select
-from paw.types import AwayTrajectory, EpisodeSummary, Group, Sample, Task, Trajectory, as_ids
+from paw.rollouts.base import RolloutStats
+from paw.rollouts.summaries import share_summaries
+from paw.types import AwayTrajectory, EpisodeSummary, Group, Task, Trajectory, as_ids
 
 TOKEN_BYTES = 4 + 2 * 4 * RESPONSE / (PROMPT + RESPONSE)
 """An id, and two float32 (log-probs of the sampler and of the trainer) for each response token."""
-MINIBATCHES = 4
+LEAST_TURNS = 30
+"""Of an episode; TURNS is the most."""
+MINIBATCHES = 16
 
 
 class OneOfMany:
@@ -42,16 +61,22 @@ class OneOfMany:
     def __init__(self, rank: int, turns_of_rank: list[int]) -> None:
         self.rank = rank
         self.world_size = len(turns_of_rank)
-        self._turns_of_rank = turns_of_rank
+        self.turns_of_rank = turns_of_rank
+        """How many turns each rank has numbers of."""
         self._rng = np.random.default_rng(0)
         self.received_bytes = 0
 
     def gather(self, item: Any, kind: Any = None) -> list[Any]:
-        return [item] * self.world_size
+        """As if all others sent the same."""
+        data = to_json(item)
+        adapter = TypeAdapter(kind or type(item))
+        items = [adapter.validate_json(data) for _ in self.turns_of_rank]
+        self.received_bytes += len(data) * (self.world_size - 1)
+        return items
 
     def gather_array(self, array: np.ndarray) -> list[np.ndarray]:
-        columns = len(array) // self._turns_of_rank[self.rank]
-        parts = [self._part(turns, columns, array.dtype) for turns in self._turns_of_rank]
+        columns = len(array) // self.turns_of_rank[self.rank]
+        parts = [self._part(turns, columns, array.dtype) for turns in self.turns_of_rank]
         parts[self.rank] = array
         self.received_bytes += sum(part.nbytes for part in parts) - array.nbytes
         return parts
@@ -59,10 +84,13 @@ class OneOfMany:
     def exchange_arrays(self, parts: Any) -> list[np.ndarray]:
         raise NotImplementedError("rows are counted, not sent")
 
+    def run_on_all(self, make: Callable[[], Any]) -> Any:
+        return make()
+
     def _part(self, turns: int, columns: int, dtype: Any) -> np.ndarray:
         if dtype == np.int32:
             part = np.zeros((turns, INTEGERS), np.int32)
-            for column, mean in enumerate((PROMPT, RESPONSE, 3, 20)):
+            for column, mean in enumerate((PROMPT, RESPONSE, 3, OBSERVATION)):
                 lengths = self._rng.normal(mean, 0.2 * mean, turns)
                 part[:, column] = np.maximum(1, lengths.round())
             return part.reshape(-1)
@@ -98,54 +126,87 @@ def main() -> None:
 
 
 def simulate(tokens: int, world_size: int) -> dict[str, Any]:
-    groups = make_groups(round(tokens / (PROMPT + RESPONSE) / TURNS), world_size)
+    turns = (LEAST_TURNS + TURNS) / 2
+    groups = make_groups(round(tokens / (PROMPT + RESPONSE) / turns), world_size)
     turns_of_rank = [0] * world_size
     for group in groups:
         for trajectory in group.trajectories:
-            rank = getattr(trajectory, "rank", 0)
-            turns_of_rank[rank] += len(trajectory.turns)
-    ranks = OneOfMany(0, turns_of_rank)
-
-    def share(samples: list[Sample]) -> None:
-        share_scalars(samples, ranks, anchors="equality", share_prefixes=True)
-
-    before_gib = resident_gib()
+            turns_of_rank[getattr(trajectory, "rank", 0)] += len(trajectory.turns)
+    ranks: Any = OneOfMany(0, turns_of_rank)
+    seconds: dict[str, float] = {}
     start = time.process_time()
+
+    def clock(part: str) -> None:
+        nonlocal start
+        seconds[part] = round(time.process_time() - start, 3)
+        start = time.process_time()
+
+    tell_episodes(groups, ranks)
+    clock("episodes_s")
+
+    def share(samples: SharedSamples) -> None:
+        clock("own_s")
+        share_scalars(samples, ranks, anchors="equality", share_prefixes=True)
+        clock("numbers_s")
+
     samples = to_samples(
         groups,
         separator_ids=[1, 2, 3],
-        encode_observation=lambda text: as_ids([1] * 20),
+        encode_observation=lambda text: as_ids([1] * OBSERVATION),
         invalid_penalty=0.1,
         share=share,
     )
-    shared_s = time.process_time() - start
-
+    assert isinstance(samples, SharedSamples)
     start = time.process_time()
-    for sample, advantage in zip(samples, gigpo(samples), strict=True):
-        sample.advantage = advantage
-        sample.entropy = sample.prefix_order % 997 / 997
+    ranks.turns_of_rank = turns_of_groups(samples.column("group"), world_size)
+    samples.assign("advantage", compute_by_group(samples, gigpo, ranks))
+    clock("advantages_s")
+    samples.assign("entropy", np.random.default_rng(2).random(len(samples)))
+    start = time.process_time()
     chosen = select(samples, alpha=0.6, weight="adaptive", reward_max=1.0, n_groups=len(groups))
-    for sample, weight in zip(samples, chosen.weights, strict=True):
-        sample.wm_weight = weight
-    algorithm_s = time.process_time() - start
-
-    start = time.process_time()
+    samples.assign("wm_weight", chosen.weights)
+    clock("selection_s")
+    played = row_tokens(samples)[samples.held()].sum()
     got, most = placed(samples, world_size)
-    placement_s = time.process_time() - start
+    clock("placement_s")
+
     mib = TOKEN_BYTES / 2**20
     return {
         "simulated_ranks": world_size,
-        "tokens": sum(row_tokens(sample) for sample in samples),
+        "tokens": int(row_tokens(samples).sum()),
         "turns": len(samples),
+        "own_turns": turns_of_rank[0],
         "received_mib": round(ranks.received_bytes / 2**20, 1),
-        "numbers_gib": round(resident_gib() - before_gib, 3),
-        "share_s": round(shared_s, 2),
-        "advantages_s": round(algorithm_s, 2),
-        "placement_s": round(placement_s, 2),
-        "played_mib": round(mib * sum(row_tokens(s) for s in samples if s.holder == 0), 1),
-        "rows_got_mib": round(mib * max(got), 1),
-        "rows_mib": round(mib * max(most), 1),
+        "columns_mib": round(columns_bytes(samples) / 2**20, 1),
+        **seconds,
+        "sum_s": round(sum(seconds.values()), 2),
+        "played_mib": round(mib * float(played), 1),
+        "rows_got_mib": round(mib * float(got.max()), 1),
+        "rows_mib": round(mib * float(most.max()), 1),
     }
+
+
+def columns_bytes(samples: SharedSamples) -> int:
+    columns = (getattr(samples.columns, field.name) for field in fields(Columns))
+    return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+
+
+def turns_of_groups(group: np.ndarray, world_size: int) -> list[int]:
+    """Return how many turns each rank computes advantages for."""
+    starts = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
+    sizes = np.diff(np.append(starts, len(group)))
+    turns = np.bincount(starts * world_size // len(group), sizes, minlength=world_size)
+    return turns.astype(int).tolist()
+
+
+def tell_episodes(groups: list[Group], ranks: Any) -> None:
+    """Exchange the summaries of episodes, as after a rollout."""
+    own: list[Group] = []
+    for group in groups:
+        played = [t for t in group.trajectories if not isinstance(t, AwayTrajectory)]
+        if played:
+            own.append(Group(group.task, played, group.index))
+    share_summaries((own, RolloutStats()), [group.task for group in groups], ranks)
 
 
 def make_groups(episode_count: int, world_size: int) -> list[Group]:
@@ -161,7 +222,7 @@ def make_groups(episode_count: int, world_size: int) -> list[Group]:
         members: list[Trajectory] = []
         for member in range(MEMBERS):
             rank = (index * MEMBERS + member) * world_size // (group_count * MEMBERS)
-            turns = int(rng.integers(30, TURNS + 1))
+            turns = int(rng.integers(LEAST_TURNS, TURNS + 1))
             if rank == 0:
                 played[member].turns = played[member].turns[:turns]
                 members.append(played[member])
@@ -172,35 +233,35 @@ def make_groups(episode_count: int, world_size: int) -> list[Group]:
     return groups
 
 
-def placed(samples: list[Sample], world_size: int) -> tuple[list[int], list[int]]:
-    """Place the rows of each mini-batch. Returns the tokens that each rank gets, and computes."""
-    got = [0] * world_size
-    most = [0] * world_size
-    size = -(-len(samples) // MINIBATCHES)
-    for minibatch in minibatches(samples, size=size, seed=0):
-        chains = [chain_of(sample) for sample in minibatch]
-        destinations = place(chains, world_size=world_size, share_prefixes=False, budget=16384)
-        for chain, destination in zip(chains, destinations, strict=True):
-            most[destination] += chain.tokens
-            if destination != chain.holder:
-                got[destination] += chain.tokens
+def placed(samples: SharedSamples, world_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Place the rows of the scoring pass, then of each mini-batch.
+
+    Returns the tokens that each rank gets for the mini-batches, and computes, both [ranks].
+    """
+    packing = Packing(budget=BUDGET, quadratic=3.3e-5)
+    share = partial(share_sequences, packing=packing, world_size=world_size)
+    move(samples, share(samples, with_observation=False, skip_without_loss=False))
+    got = np.zeros(world_size)
+    most = np.zeros(world_size)
+    for minibatch in minibatches(samples, size=-(-len(samples) // MINIBATCHES), seed=0):
+        assert isinstance(minibatch, SharedSamples)
+        shares = share(minibatch, with_observation=True, skip_without_loss=True)
+        tokens = row_tokens(minibatch)
+        holders = minibatch.column("holder").copy()
+        move(minibatch, shares)
+        new_holders = minibatch.column("holder")
+        most += np.bincount(new_holders, tokens, minlength=world_size)
+        got += np.bincount(new_holders, tokens * (new_holders != holders), minlength=world_size)
     return got, most
 
 
-def chain_of(sample: Sample) -> Chain:
-    tokens = row_tokens(sample)
-    return Chain(
-        holder=sample.holder,
-        group=sample.group,
-        order=sample.prefix_order,
-        tokens=tokens,
-        shared=0,
-        work=tokens + 3.3e-5 * tokens**2,
-    )
+def move(samples: SharedSamples, shares: Any) -> None:
+    """Note where rows go. Here each turn is a chain."""
+    samples.set_holder(shares.chain_starts, shares.chain_ranks)
 
 
-def row_tokens(sample: Sample) -> int:
-    return len(sample.prompt_ids) + len(sample.response_ids)
+def row_tokens(samples: SharedSamples) -> np.ndarray:
+    return samples.column("prompt_length") + samples.column("response_length")
 
 
 if __name__ == "__main__":

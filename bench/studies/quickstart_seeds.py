@@ -6,8 +6,9 @@
 The second command writes the minutes of a run that had the machine to itself (`make train`) to
 quickstart_alone.csv. The first writes bench/results/quickstart.csv (one line an evaluation, with
 device and versions), quickstart_t04.csv (the same games before and after training, at the paper's
-temperature of 0.4) and docs/learning_curve.png; for the other recipe quickstart_long.csv and
-quickstart_long_t04.csv. Seeds that already have a finished run there are read, not trained again.
+temperature of 0.4) and docs/learning_curve.png; for another recipe two files of its name, such as
+quickstart_long.csv and quickstart_long_t04.csv. Seeds that already have a finished run there are
+read, not trained again.
 """
 
 import argparse
@@ -27,6 +28,8 @@ from paw.errors import UserError, to_stderr
 from paw.tools.report.plots import PALETTE, styled
 from paw.tools.report.rundir import Run, load_run
 
+RECIPES = ("quickstart", "quickstart-long", "terminal-quickstart")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -34,7 +37,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "seeds")
-    parser.add_argument("--recipe", choices=["quickstart", "quickstart-long"], default="quickstart")
+    parser.add_argument("--recipe", choices=RECIPES, default="quickstart")
     parser.add_argument(
         "--alone", type=Path, help="directory of a run that had the machine to itself"
     )

@@ -66,7 +66,7 @@ def drop_penalty_only(samples: Sequence[Sample], advantages: Sequence[float]) ->
     return result
 
 
-@estimator(anchors="nothing")
+@estimator(by_group=True, anchors="nothing")
 def grpo(
     samples: Sequence[Sample],
     *,
@@ -102,7 +102,7 @@ def grpo(
     return result
 
 
-@estimator(anchors="nothing")
+@estimator(by_group=True, anchors="nothing")
 def rloo(samples: Sequence[Sample], *, stat: Stat = "steps") -> list[float]:
     """Return (score - mean) n / (n - 1), which is the score minus the mean of the other entries.
 
@@ -125,7 +125,7 @@ def rloo(samples: Sequence[Sample], *, stat: Stat = "steps") -> list[float]:
     return result
 
 
-@estimator(anchors="equality")
+@estimator(by_group=True, anchors="equality")
 def gigpo(
     samples: Sequence[Sample],
     *,

@@ -36,6 +36,7 @@ from torch import Tensor
 from paw.algo.device import to_device
 from paw.algo.packing import Packing
 from paw.algo.samples import Batch, micro_batches
+from paw.algo.shared_samples import column
 from paw.config.values import NonNegative, Share
 from paw.errors import UserError, short_repr
 from paw.types import Sample, Values, no_values
@@ -340,15 +341,17 @@ def token_batch(
     "response" adds sampler_gap. For `norm` see `_token_weights`.
     """
     samples = [minibatch[i] for i in batch.indices]
-    target_counts = [_target_count(sample, batch.with_observation) for sample in samples]
+    target_counts = [target_count(sample, batch.with_observation) for sample in samples]
     response_weights = _token_weights(
-        minibatch, norm, verl_samples=verl_samples, update_samples=update_samples
+        minibatch, batch.indices, norm, verl_samples=verl_samples, update_samples=update_samples
     )
     wm_scale *= update_samples / len(minibatch)
     weights: list[float] = []
     lengths: list[int] = []
-    for i, sample, count in zip(batch.indices, samples, target_counts, strict=True):
-        weights += [response_weights[i], sample.wm_weight * wm_scale / max(count, 1)]
+    for response_weight, sample, count in zip(
+        response_weights, samples, target_counts, strict=True
+    ):
+        weights += [response_weight, sample.wm_weight * wm_scale / max(count, 1)]
         lengths += [len(sample.response_ids), count]
     token_counts = np.asarray(lengths, np.int64)
     tokens_of_sample = token_counts.reshape(-1, 2).sum(1)
@@ -375,7 +378,7 @@ def token_batch(
     return TokenBatch(observation=batch.observation, **dict(zip(columns, tensors, strict=True)))
 
 
-def _target_count(sample: Sample, with_observation: bool) -> int:
+def target_count(sample: Sample, with_observation: bool) -> int:
     """Return the number of observation tokens of a sample that are targets."""
     if with_observation and sample.wm_weight > 0.0:
         return sum(len(ids) for _, ids in sample.targets)
@@ -394,26 +397,29 @@ def _gaps(sample: Sample) -> Values:
 
 
 def _token_weights(
-    minibatch: Sequence[Sample], norm: str, *, verl_samples: int, update_samples: int
+    minibatch: Sequence[Sample],
+    indices: Sequence[int],
+    norm: str,
+    *,
+    verl_samples: int,
+    update_samples: int,
 ) -> list[float]:
-    """Return the weight of a response token of each sample.
+    """Return the weight of a response token of each of the samples with these indices.
 
     `norm` says what the mean is taken over: all response tokens ("token"), the samples' means
     ("sample"), the groups' means ("group"), or the means of micro-batches of `verl_samples` samples
     ("verl").
     """
     if norm == "group":
-        return [sample.token_weight * update_samples / len(minibatch) for sample in minibatch]
+        return [minibatch[i].token_weight * update_samples / len(minibatch) for i in indices]
 
-    lengths = [len(sample.response_ids) for sample in minibatch]
+    lengths = column(minibatch, "response_length").astype(np.int64)
     if norm == "sample":
-        return [1.0 / (len(lengths) * n) for n in lengths]
+        return [1.0 / (len(lengths) * int(lengths[i])) for i in indices]
 
     part_size = verl_samples if norm == "verl" else len(lengths)
-    part_tokens: list[int] = []
-    for start in range(0, len(lengths), part_size):
-        part_tokens.append(sum(lengths[start : start + part_size]))
-    return [1.0 / (len(part_tokens) * part_tokens[i // part_size]) for i in range(len(lengths))]
+    part_tokens = np.add.reduceat(lengths, np.arange(0, len(lengths), part_size)).tolist()
+    return [1.0 / (len(part_tokens) * part_tokens[i // part_size]) for i in indices]
 
 
 class ScoredModel(Protocol):

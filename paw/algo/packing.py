@@ -7,14 +7,15 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from paw.algo.placement import Chain
+from paw.algo.placement import Chains
 from paw.algo.prefixes import Cluster
 from paw.errors import UserError
 
+T = TypeVar("T")
 SharePrefixes = Literal["auto", "always", "never"]
 LEAST_SAVED = 0.05
 """Share of the tokens that "auto" must save."""
@@ -55,6 +56,8 @@ class RankGroup(Protocol):
     def gather_array(self, array: np.ndarray) -> list[np.ndarray]: ...
 
     def exchange_arrays(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]: ...
+
+    def run_on_all(self, make: Callable[[], T]) -> T: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,12 +125,12 @@ class Packing:
             return False
         return saved >= LEAST_SAVED if self.share_prefixes == "auto" else saved > 0.0
 
-    def may_share(self, chains: Sequence[Chain]) -> bool:
+    def may_share(self, chains: Chains) -> bool:
         """Return whether neighbours among chains should be on one rank, to share their prefixes."""
         if self.share_prefixes == "never":
             return False
-        tokens = sum(chain.tokens for chain in chains)
-        shared = sum(chain.shared for chain in chains)
+        tokens = int(chains.tokens.sum())
+        shared = int(chains.shared.sum())
         return shared > 0 and (self.share_prefixes == "always" or shared >= LEAST_SAVED * tokens)
 
     def cut_clusters(self, clusters: Sequence[Cluster]) -> list[list[int]]:

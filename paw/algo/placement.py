@@ -7,93 +7,131 @@ an episode that continue one another, whatever part of them a pass needs.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 
 PARTS_PER_RANK = 4
 """Parts of groups for each rank, at least. With fewer, their work could not be balanced."""
 
 
-@dataclass(frozen=True)
-class Chain:
-    """What a pass has to compute of some turns that stay together."""
+@dataclass(frozen=True, kw_only=True)
+class Chains:
+    """What a pass has to compute of turns that stay together. Each field is [C], of C chains."""
 
-    holder: int
-    """The rank that holds their tokens."""
-    group: int
-    order: int
-    """Its place among the chains of the group: neighbours share most tokens."""
-    tokens: int
-    shared: int
-    """How many of the tokens the chain before it in the group has too."""
-    work: float
-    """The cost of the pass, in that of one token without attention."""
+    holder: np.ndarray
+    """int: the rank that holds the tokens."""
+    group: np.ndarray
+    order: np.ndarray
+    """int: the place among the chains of the group: neighbours share most tokens."""
+    tokens: np.ndarray
+    shared: np.ndarray
+    """int: how many of the tokens the chain before it in the group has too."""
+    work: np.ndarray
+    """float64: the cost of the pass, in that of one token without attention."""
+
+    def __len__(self) -> int:
+        return len(self.holder)
 
 
-def place(
-    chains: Sequence[Chain], *, world_size: int, share_prefixes: bool, budget: int
-) -> list[int]:
-    """Return the rank of each chain.
+def place(chains: Chains, *, world_size: int, share_prefixes: bool, budget: int) -> np.ndarray:
+    """Return the rank of each chain, [C] int32.
 
     With `share_prefixes`, neighbours in a group stay together, in parts of about `budget` tokens or
     less. A part goes to the rank that holds its first chain while that has less than a fair share of
     the work, else to the rank with the least. Parts are taken from the most expensive down (Graham
     1969).
     """
-    parts = [[i] for i in range(len(chains))]
-    if share_prefixes:
-        added = sum(chain.tokens - chain.shared for chain in chains)
-        limit = min(budget, added / (PARTS_PER_RANK * world_size))
-        parts = _parts_of_groups(chains, limit)
+    if not share_prefixes:
+        return _assign(chains.work, chains.holder, world_size)
 
-    works: list[float] = []
-    holders: list[int] = []
-    for part in parts:
-        works.append(sum(chains[i].work for i in part))
-        holders.append(chains[part[0]].holder)
+    added = int((chains.tokens - chains.shared).sum())
+    limit = min(budget, added / (PARTS_PER_RANK * world_size))
+    in_order = np.lexsort((chains.order, chains.group))
+    part, first_of_part = _parts_of_groups(chains, in_order, limit)
+    works = np.bincount(part, chains.work[in_order])
+    rank_of_part = _assign(works, chains.holder[in_order[first_of_part]], world_size)
 
-    ranks = [0] * len(chains)
-    for part, rank in zip(parts, _assign(works, holders, world_size), strict=True):
-        for i in part:
-            ranks[i] = rank
+    ranks = np.empty(len(chains), np.int32)
+    ranks[in_order] = rank_of_part[part]
     return ranks
 
 
-def _parts_of_groups(chains: Sequence[Chain], limit: float) -> list[list[int]]:
+def _parts_of_groups(
+    chains: Chains, in_order: np.ndarray, limit: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Cut each group, in the order of its chains, into parts of at most `limit` tokens.
 
-    A longer chain is a part of its own. The first chain of a part shares nothing.
+    A longer chain is a part of its own. The first chain of a part shares nothing. Returns (the part
+    of each chain, the place of each part's first chain), both for chains `in_order`.
     """
-    in_order = sorted(range(len(chains)), key=lambda i: (chains[i].group, chains[i].order))
-    parts: list[list[int]] = []
+    parts: list[int] = []
+    firsts: list[int] = []
     tokens = 0
     group = None
-    for i in in_order:
-        chain = chains[i]
-        added = chain.tokens - chain.shared
-        if chain.group != group or tokens + added > limit:
-            parts.append([])
+    rows = zip(
+        chains.group[in_order].tolist(),
+        chains.tokens[in_order].tolist(),
+        chains.shared[in_order].tolist(),
+        strict=True,
+    )
+    for place_in_order, (chain_group, chain_tokens, shared) in enumerate(rows):
+        added = chain_tokens - shared
+        if chain_group != group or tokens + added > limit:
+            firsts.append(place_in_order)
             tokens = 0
-            added = chain.tokens
-            group = chain.group
-        parts[-1].append(i)
+            added = chain_tokens
+            group = chain_group
+        parts.append(len(firsts) - 1)
         tokens += added
-    return parts
+    return np.array(parts, np.int64), np.array(firsts, np.int64)
 
 
-def _assign(works: Sequence[float], holders: Sequence[int], world_size: int) -> list[int]:
-    """Return the rank of each part."""
-    fair = sum(works) / world_size
-    loads = [0.0] * world_size
-    lightest = [(0.0, rank) for rank in range(world_size)]
-    """Heap of (load, rank). Entries whose load has changed are stale."""
+def _assign(works: np.ndarray, holders: np.ndarray, world_size: int) -> np.ndarray:
+    """Return the rank of each part, [P] int32."""
+    fair = sum(works.tolist()) / world_size
+    most_first = np.argsort(-works, kind="stable")
+    loads_after = _loads_of_holders(works, holders, most_first, world_size)
+    # Until the first rank is full, all parts stay with their holders.
+    is_full = loads_after[most_first] > fair
+    stay = int(is_full.argmax()) if is_full.any() else len(works)
+    loads = np.zeros(world_size)
+    np.maximum.at(loads, holders[most_first[:stay]], loads_after[most_first[:stay]])
 
-    ranks = [0] * len(works)
-    for i in sorted(range(len(works)), key=lambda i: (-works[i], i)):
-        rank = holders[i]
-        if loads[rank] + works[i] > fair:
+    rest = most_first[stay:]
+    ranks = holders.astype(np.int32)
+    ranks[rest] = _fill(works[rest].tolist(), holders[rest].tolist(), loads.tolist(), fair)
+    return ranks
+
+
+def _loads_of_holders(
+    works: np.ndarray, holders: np.ndarray, most_first: np.ndarray, world_size: int
+) -> np.ndarray:
+    """Return for each part, [P], the load of its holder after it, if holders keep all parts."""
+    by_holder = most_first[np.argsort(holders[most_first], kind="stable")]
+    ends = np.cumsum(np.bincount(holders, minlength=world_size))
+    loads = np.empty(len(works))
+    for start, end in pairwise([0, *ends.tolist()]):
+        loads[by_holder[start:end]] = np.cumsum(works[by_holder[start:end]])
+    return loads
+
+
+def _fill(
+    works: Sequence[float], holders: Sequence[int], loads: list[float], fair: float
+) -> list[int]:
+    """Return the rank of each part, given the `loads` of the ranks before these parts."""
+    lightest = [(load, rank) for rank, load in enumerate(loads)]
+    """Heap of (load, rank), one entry a rank. Loads only grow, so a stale entry is too small."""
+    heapq.heapify(lightest)
+
+    ranks: list[int] = []
+    for work, holder in zip(works, holders, strict=True):
+        rank = holder
+        if loads[rank] + work > fair:
             while lightest[0][0] != loads[lightest[0][1]]:
-                heapq.heappop(lightest)
+                stale_rank = lightest[0][1]
+                heapq.heapreplace(lightest, (loads[stale_rank], stale_rank))
             rank = lightest[0][1]
-        ranks[i] = rank
-        loads[rank] += works[i]
-        heapq.heappush(lightest, (loads[rank], rank))
+        ranks.append(rank)
+        loads[rank] += work
     return ranks

@@ -1,13 +1,13 @@
-"""The samples of an update on several ranks.
+"""What ranks exchange of the samples of an update: numbers of all, and rows of tokens.
 
-Every rank has all samples, but each row of tokens is on one rank, its holder. Numbers of a turn
-alone (its return, the lengths of its rows) are gathered: `share_scalars`, `gather_numbers`. Rows
-move straight to the rank whose micro-batch needs them: `move_chains`. They travel as int32 and
-float32, in which engines and models give them.
+Each row of tokens is on one rank, its holder. Numbers of a turn alone (its return, the lengths of
+its rows) are gathered as columns: `share_scalars`, `gather_numbers`. Rows move straight to the rank
+whose micro-batch needs them: `move_chains`. They travel as int32 and float32, in which engines and
+models give them.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from paw.algo.packing import RankGroup
 from paw.algo.prefixes import common_prefix, sorted_order
-from paw.away import away
+from paw.algo.shared_samples import SharedSamples, held
 from paw.config.traits import Anchors
 from paw.types import Sample
 
@@ -26,23 +26,46 @@ VALUES = Sample.VALUES
 DIGEST_BYTES = 16
 
 
-def held(samples: Sequence[Sample], ranks: RankGroup) -> list[int]:
-    """Return the indices of the samples whose tokens this rank holds."""
-    return [i for i, sample in enumerate(samples) if sample.holder == ranks.rank]
+def gather_numbers(samples: Sequence[Sample], own: Sequence[float], ranks: RankGroup) -> np.ndarray:
+    """Return a number of each sample, float64 [n], given those of the samples that this rank holds,
+    in order. A call of all ranks."""
+    numbers = np.asarray(own, np.float64)
+    if not isinstance(samples, SharedSamples):
+        return numbers
+    return samples.columns.in_order(ranks.gather_array(numbers))
 
 
-def gather_numbers(
-    samples: Sequence[Sample], own: Sequence[float], ranks: RankGroup
-) -> list[float]:
-    """Return a number of each sample, given those of the samples that this rank holds, in order."""
-    parts = [iter(part.tolist()) for part in ranks.gather_array(np.asarray(own, np.float64))]
-    return [next(parts[sample.holder]) for sample in samples]
+def compute_by_group(
+    samples: Sequence[Sample],
+    compute: Callable[[Sequence[Sample]], Sequence[float]],
+    ranks: RankGroup,
+) -> np.ndarray:
+    """Return `compute(samples)`, float64 [n], of which each rank computes the numbers of some groups.
+
+    `compute` returns a number of each sample, which depends on the samples of its group alone.
+    Samples are ordered by group. A call of all ranks. Errors as in `Ranks.run_on_all`.
+    """
+    if not isinstance(samples, SharedSamples):
+        return np.asarray(compute(samples), np.float64)
+    group = samples.column("group")
+    starts = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
+    # Ranks play groups in this order, so they compute mostly those whose turns they hold.
+    rank_of_group = starts * ranks.world_size // len(samples)
+    first, end = np.searchsorted(rank_of_group, [ranks.rank, ranks.rank + 1])
+    bounds = np.append(starts, len(samples))
+    own = samples[bounds[first] : bounds[end]]
+
+    numbers = ranks.run_on_all(lambda: compute(own) if own else [])
+    return np.concatenate(ranks.gather_array(np.asarray(numbers, np.float64)))
 
 
 def gather_digests(samples: Sequence[Sample], ranks: RankGroup) -> list[bytes]:
     """Return for each sample a digest of its prompt, response and observation."""
     digests = [_digest(samples[i]) for i in held(samples, ranks)]
-    return _gather_bytes(samples, digests, ranks)
+    if not isinstance(samples, SharedSamples):
+        return digests
+    data = _gather_digests(samples, digests, ranks).tobytes()
+    return [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
 
 
 def _digest(sample: Sample) -> bytes:
@@ -53,15 +76,11 @@ def _digest(sample: Sample) -> bytes:
     return digest.digest()
 
 
-def _gather_bytes(samples: Sequence[Sample], own: Sequence[bytes], ranks: RankGroup) -> list[bytes]:
-    """As `gather_numbers`, for DIGEST_BYTES of each sample."""
-    joined = np.array(bytearray(b"".join(own)), np.uint8)
-    parts: list[Iterator[bytes]] = []
-    for part in ranks.gather_array(joined):
-        data = part.tobytes()
-        starts = range(0, len(data), DIGEST_BYTES)
-        parts.append(iter([data[start : start + DIGEST_BYTES] for start in starts]))
-    return [next(parts[sample.holder]) for sample in samples]
+def _gather_digests(samples: SharedSamples, own: Sequence[bytes], ranks: RankGroup) -> np.ndarray:
+    """As `gather_numbers`, for digests: [n, DIGEST_BYTES] uint8."""
+    joined = np.frombuffer(bytearray(b"".join(own)), np.uint8)
+    parts = [part.reshape(-1, DIGEST_BYTES) for part in ranks.gather_array(joined)]
+    return samples.columns.in_order(parts)
 
 
 # --- after the rollout
@@ -69,150 +88,116 @@ def _gather_bytes(samples: Sequence[Sample], own: Sequence[bytes], ranks: RankGr
 
 
 def share_scalars(
-    samples: Sequence[Sample], ranks: RankGroup, *, anchors: Anchors, share_prefixes: bool
+    samples: SharedSamples, ranks: RankGroup, *, anchors: Anchors, share_prefixes: bool
 ) -> None:
-    """Fill the samples that other ranks hold, all but their rows. A call of all ranks.
+    """Fill the columns, from the samples that each rank holds. A call of all ranks.
 
-    Their rows become `Away`. With `share_prefixes`, also fills `shared_prefix` and `prefix_order`.
+    With `share_prefixes`, also fills `shared_prefix` and `prefix_order`.
     """
-    own = [samples[i] for i in held(samples, ranks)]
-    _compare_with_next(own)
-    if share_prefixes:
-        _compare_prefixes(own)
+    own = [samples[i] for i in samples.held()]
     servers = _number_servers(own, ranks)
-
-    integers = [_integers(sample, servers) for sample in own]
+    integer_parts: list[np.ndarray] = []
+    for part in ranks.gather_array(_integers(own, servers, share_prefixes).reshape(-1)):
+        integer_parts.append(part.reshape(-1, INTEGERS))
     reals = [(sample.reward, sample.penalty, sample.episode_return) for sample in own]
-    integer_parts = ranks.gather_array(np.array(integers, np.int32).reshape(-1))
-    real_parts = ranks.gather_array(np.array(reals, np.float64).reshape(-1))
+    real_parts: list[np.ndarray] = []
+    for part in ranks.gather_array(np.array(reals, np.float64).reshape(-1)):
+        real_parts.append(part.reshape(-1, REALS))
 
-    rows: list[Iterator[Any]] = []
-    samples_before: list[int] = [0]
-    for integer_part, real_part in zip(integer_parts, real_parts, strict=True):
-        integer_rows = integer_part.reshape(-1, INTEGERS).tolist()
-        rows.append(zip(integer_rows, real_part.reshape(-1, REALS).tolist(), strict=True))
-        samples_before.append(samples_before[-1] + len(integer_rows))
-    names = list(servers)
-    for sample in samples:
-        integer_row, real_row = next(rows[sample.holder])
-        if sample.holder != ranks.rank:
-            _fill_away(sample, integer_row, real_row, names)
-        # The sequences of one rank come after those of the rank before it.
-        sample.prefix_order += samples_before[sample.holder]
+    columns = samples.columns
+    columns.servers = list(servers)
+    integers = columns.in_order(integer_parts)
+    flags = integers[:, 4]
+    columns.prompt_length = integers[:, 0].copy()
+    columns.response_length = integers[:, 1].copy()
+    columns.separator_length = integers[:, 2].copy()
+    columns.observation_length = integers[:, 3].copy()
+    columns.continues = flags & CONTINUES != 0
+    columns.continues_target = flags & CONTINUES_TARGET != 0
+    columns.has_entropy = flags & HAS_ENTROPY != 0
+    columns.server = integers[:, 5].copy()
+    columns.shared_prefix = integers[:, 6].copy()
+    # The chains of one rank come after those of the rank before it.
+    counts = [len(part) for part in integer_parts]
+    samples_before = np.cumsum([0, *counts[:-1]], dtype=np.int32)
+    columns.prefix_order = integers[:, 7] + samples_before[columns.holder]
+
+    reals_in_order = columns.in_order(real_parts)
+    columns.reward = reals_in_order[:, 0].copy()
+    columns.penalty = reals_in_order[:, 1].copy()
+    columns.episode_return = reals_in_order[:, 2].copy()
     _share_anchors(samples, own, ranks, anchors)
 
 
 INTEGERS = 8
-"""Numbers of `_integers`."""
+"""Numbers of a sample in `_integers`."""
 REALS = 3
 CONTINUES = 1
 CONTINUES_TARGET = 2
 HAS_ENTROPY = 4
 
 
-def _integers(sample: Sample, servers: dict[str, int]) -> tuple[int, ...]:
-    """Return what `_fill_away` reads."""
-    flags = CONTINUES * sample.continues
-    flags += CONTINUES_TARGET * bool(sample.continues_target)
-    flags += HAS_ENTROPY * (sample.sampled_entropy is not None)
-    return (
-        len(sample.prompt_ids),
-        len(sample.response_ids),
-        len(sample.separator_ids),
-        len(sample.observation_ids),
-        flags,
-        servers[sample.server],
-        sample.shared_prefix,
-        sample.prefix_order,
-    )
+def _integers(own: Sequence[Sample], servers: dict[str, int], share_prefixes: bool) -> np.ndarray:
+    """Return [n, INTEGERS] int32: what `share_scalars` reads."""
+    continues_target = _compare_with_next(own)
+    prefixes = [(0, 0)] * len(own)
+    if share_prefixes:
+        prefixes = _compare_prefixes(own)
 
-
-def _fill_away(
-    sample: Sample, integers: Sequence[int], reals: Sequence[float], servers: Sequence[str]
-) -> None:
-    prompt, response, separator, observation, flags, server, shared, order = integers
-    sample.continues = bool(flags & CONTINUES)
-    sample.continues_target = bool(flags & CONTINUES_TARGET)
-    sample.server = servers[server]
-    sample.shared_prefix = shared
-    sample.prefix_order = order
-    sample.reward, sample.penalty, sample.episode_return = reals
-    sample.score = sample.episode_return - sample.penalty
-
-    responses = away(response, sample.holder)
-    sample.prompt_ids = away(prompt, sample.holder)
-    sample.response_ids = responses
-    sample.separator_ids = away(separator, sample.holder)
-    sample.observation_ids = away(observation, sample.holder)
-    sample.versions = responses
-    sample.sampled_logp = responses
-    sample.sampled_entropy = responses if flags & HAS_ENTROPY else None
-
-
-def _compare_with_next(own: Sequence[Sample]) -> None:
-    """Fill `continues_target` of samples in order."""
+    rows: list[tuple[int, ...]] = []
     for i, sample in enumerate(own):
-        sample.continues_target = False
+        flags = CONTINUES * sample.continues
+        flags += CONTINUES_TARGET * continues_target[i]
+        flags += HAS_ENTROPY * (sample.sampled_entropy is not None)
+        rows.append(
+            (
+                len(sample.prompt_ids),
+                len(sample.response_ids),
+                len(sample.separator_ids),
+                len(sample.observation_ids),
+                flags,
+                servers[sample.server],
+                *prefixes[i],
+            )
+        )
+    return np.array(rows, np.int32).reshape(-1, INTEGERS)
+
+
+def _compare_with_next(own: Sequence[Sample]) -> list[bool]:
+    """Return `Columns.continues_target` of samples in order."""
+    result: list[bool] = []
+    for i, sample in enumerate(own):
+        continues_target = False
         if sample.continues:
             previous = own[i - 1]
             start = len(previous.prompt_ids) + len(previous.response_ids)
             target = [*previous.separator_ids, *previous.observation_ids]
             following = sample.prompt_ids[start : start + len(target)]
-            sample.continues_target = np.array_equal(following, target)
+            continues_target = np.array_equal(following, target)
+        result.append(continues_target)
+    return result
 
 
-def _compare_prefixes(own: Sequence[Sample]) -> None:
-    """Fill `shared_prefix` and `prefix_order` of samples that begin a chain."""
+def _compare_prefixes(own: Sequence[Sample]) -> list[tuple[int, int]]:
+    """Return (shared_prefix, prefix_order) of samples in order; (0, 0) within a chain."""
     chains_of_group: dict[int, list[list[int]]] = {}
-    for chain in chains(own):
+    for chain in _chains(own):
         chains_of_group.setdefault(own[chain[0]].group, []).append(chain)
 
+    result = [(0, 0)] * len(own)
     order = 0
     for members in chains_of_group.values():
         rows = [_chain_ids(own[chain[-1]]).astype(np.int64) for chain in members]
         previous = np.empty(0, np.int64)
         for j in sorted_order(rows):
-            first = own[members[j][0]]
-            first.shared_prefix = common_prefix(rows[j], previous)
-            first.prefix_order = order
+            result[members[j][0]] = (common_prefix(rows[j], previous), order)
             order += 1
             previous = rows[j]
+    return result
 
 
-def _number_servers(own: Sequence[Sample], ranks: RankGroup) -> dict[str, int]:
-    """Return a number for each server that has sampled for any rank."""
-    names: set[str] = set()
-    for rank_names in ranks.gather(sorted({sample.server for sample in own}), list[str]):
-        names.update(rank_names)
-    return {name: number for number, name in enumerate(sorted(names))}
-
-
-def _share_anchors(
-    samples: Sequence[Sample], own: Sequence[Sample], ranks: RankGroup, anchors: Anchors
-) -> None:
-    """Fill the anchors, or replace all by digests if only their equality matters."""
-    if anchors == "equality":
-        digests = [_text_digest(sample.anchor) for sample in own]
-        for sample, digest in zip(samples, _gather_bytes(samples, digests, ranks), strict=True):
-            sample.anchor = digest.hex()
-    elif anchors == "text":
-        texts = ranks.gather([sample.anchor for sample in own], list[str])
-        texts_of_rank = [iter(rank_texts) for rank_texts in texts]
-        for sample in samples:
-            sample.anchor = next(texts_of_rank[sample.holder])
-
-
-def _text_digest(text: str) -> bytes:
-    data = text.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
-
-
-# --- between passes
-# ------------------------------------------------------------------------------------------------
-
-
-def chains(samples: Sequence[Sample]) -> list[list[int]]:
-    """Return the indices of samples that continue one another, in order. They move together."""
+def _chains(samples: Sequence[Sample]) -> list[list[int]]:
+    """Return the indices of samples that continue one another, in order."""
     members_of: list[list[int]] = []
     for i, sample in enumerate(samples):
         previous = samples[i - 1]
@@ -224,35 +209,68 @@ def chains(samples: Sequence[Sample]) -> list[list[int]]:
     return members_of
 
 
+def _number_servers(own: Sequence[Sample], ranks: RankGroup) -> dict[str, int]:
+    """Return a number for each server that has sampled for any rank."""
+    names: set[str] = set()
+    for rank_names in ranks.gather(sorted({sample.server for sample in own}), list[str]):
+        names.update(rank_names)
+    return {name: number for number, name in enumerate(sorted(names))}
+
+
+def _share_anchors(
+    samples: SharedSamples, own: Sequence[Sample], ranks: RankGroup, anchors: Anchors
+) -> None:
+    """Fill the anchors, or replace all by digests if only their equality matters."""
+    if anchors == "equality":
+        digests = [_text_digest(sample.anchor) for sample in own]
+        samples.columns.anchors = _gather_digests(samples, digests, ranks)
+        for sample, digest in zip(own, digests, strict=True):
+            sample.anchor = digest.hex()
+    elif anchors == "text":
+        texts = ranks.gather([sample.anchor for sample in own], list[str])
+        texts_of_rank = [iter(rank_texts) for rank_texts in texts]
+        holders = samples.columns.holder.tolist()
+        samples.columns.anchors = [next(texts_of_rank[holder]) for holder in holders]
+
+
+def _text_digest(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+# --- between passes
+# ------------------------------------------------------------------------------------------------
+
+
 def move_chains(
-    samples: Sequence[Sample],
-    chains: Sequence[Sequence[int]],
-    destinations: Sequence[int],
+    samples: SharedSamples,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    destinations: np.ndarray,
     ranks: RankGroup,
 ) -> None:
     """Move the rows of each chain to the rank that is its destination. A call of all ranks.
 
-    The chain's tokens travel once: the prompts of its turns become views of the last one.
+    Chain c is samples [starts[c], ends[c]): turns that continue one another. Its tokens travel
+    once: the prompts of its turns become views of the last one.
     """
+    holders = samples.column("holder")[starts]
+    is_moving = holders != destinations
     outgoing = [_Parcel() for _ in range(ranks.world_size)]
-    incoming: list[list[Sequence[int]]] = [[] for _ in range(ranks.world_size)]
-    for chain, destination in zip(chains, destinations, strict=True):
-        holder = samples[chain[0]].holder
-        if holder == destination:
-            continue
-        members = [samples[i] for i in chain]
-        if holder == ranks.rank:
-            outgoing[destination].pack(members)
-        elif destination == ranks.rank:
-            incoming[holder].append(chain)
-        for sample in members:
-            sample.holder = destination
-            if holder == ranks.rank:
-                _send_away(sample, destination)
+    for c in np.flatnonzero(is_moving & (holders == ranks.rank)).tolist():
+        members = [samples.take_away(i) for i in range(starts[c], ends[c])]
+        outgoing[destinations[c]].pack(members)
 
-    for parcel, chains_of_rank in zip(_exchange(outgoing, ranks), incoming, strict=True):
-        for chain in chains_of_rank:
-            parcel.unpack([samples[i] for i in chain])
+    sizes = (ends - starts)[is_moving]
+    ends_of_moved = np.cumsum(sizes)
+    offsets = np.repeat(starts[is_moving] - (ends_of_moved - sizes), sizes)
+    moved = offsets + np.arange(len(offsets))
+    samples.set_holder(moved, np.repeat(destinations[is_moving], sizes))
+
+    parcels = _exchange(outgoing, ranks)
+    for c in np.flatnonzero(is_moving & (destinations == ranks.rank)).tolist():
+        members = [samples.receive(i) for i in range(starts[c], ends[c])]
+        parcels[holders[c]].unpack(members)
 
 
 def with_all_rows(samples: Sequence[Sample], ranks: RankGroup) -> list[Sample]:
@@ -261,32 +279,17 @@ def with_all_rows(samples: Sequence[Sample], ranks: RankGroup) -> list[Sample]:
     It takes the memory of the whole update on every rank.
     """
     copies = [replace(sample) for sample in samples]
+    if not isinstance(samples, SharedSamples):
+        return copies
     parcel = _Parcel()
-    for i in held(samples, ranks):
+    for i in samples.held():
         parcel.pack([samples[i]])
     gathered = [ranks.gather_array(array) for array in parcel.arrays()]
     parcels = [_Parcel(*parts) for parts in zip(*gathered, strict=True)]
-    for sample in copies:
-        if sample.holder != ranks.rank:
-            parcels[sample.holder].unpack([sample])
+    for sample, holder in zip(copies, samples.column("holder").tolist(), strict=True):
+        if holder != ranks.rank:
+            parcels[holder].unpack([sample])
     return copies
-
-
-def _send_away(sample: Sample, destination: int) -> None:
-    """Drop the rows of a sample, except for their lengths."""
-    response = len(sample.response_ids)
-    if sample.token_advantage is not None:
-        sample.advantage = float(sample.has_advantage)
-    sample.prompt_ids = away(len(sample.prompt_ids), destination)
-    sample.response_ids = away(response, destination)
-    for name in IDS:
-        setattr(sample, name, away(len(getattr(sample, name)), destination))
-    for name in VALUES:
-        row = getattr(sample, name)
-        if name == "token_advantage":
-            sample.token_advantage = None
-        elif row is not None:
-            setattr(sample, name, away(len(row), destination))
 
 
 class _Parcel:

@@ -14,11 +14,9 @@ appended, as for the last turn.
 """
 
 import random
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -26,12 +24,11 @@ from torch import Tensor
 
 from paw.algo.device import to_device
 from paw.algo.packing import Packing, RankGroup
-from paw.algo.placement import Chain, place
+from paw.algo.placement import Chains, place
 from paw.algo.prefixes import clusters, prefix_tree
-from paw.algo.rows import IDS, VALUES, move_chains
-from paw.algo.rows import chains as chains_of
-from paw.away import away
-from paw.types import AwayTrajectory, Group, Ids, Sample, Turn, as_ids, no_ids
+from paw.algo.rows import move_chains
+from paw.algo.shared_samples import Columns, SharedSamples, assign, column
+from paw.types import AwayTrajectory, Group, Ids, Sample, Trajectory, Turn, as_ids, no_ids
 
 
 def to_samples(
@@ -41,12 +38,12 @@ def to_samples(
     encode_observation: Callable[[str], Ids] | None,
     invalid_penalty: float | Mapping[str, float],
     rank: int = 0,
-    share: Callable[[list[Sample]], None] | None = None,
-) -> list[Sample]:
-    """Return the samples of an update, ordered by group, trajectory and step.
+    share: Callable[[SharedSamples], None] | None = None,
+) -> Sequence[Sample]:
+    """Return the samples of an update, ordered by group, trajectory and step: a list, on one rank.
 
-    With several ranks, this one is `rank`, and `share` fills the samples of the turns that other ranks have played
-    (`algo.rows.share_scalars`).
+    With several ranks, this one is `rank`, and `share` fills the numbers of the turns that other
+    ranks have played (`algo.rows.share_scalars`).
 
     Token ids and log-probs are the engine's own, never re-encoded. `encode_observation` turns the
     raw next observation into target ids. If it is None (world model off), or if an observation is
@@ -54,56 +51,95 @@ def to_samples(
     `Task.env`.
     """
     template_separator = as_ids(separator_ids)
-    samples: list[Sample] = []
-    trajectory_index = 0
+    here: dict[int, Sample] = {}
+    group_of_trajectory: list[int] = []
+    holder_of_trajectory: list[int] = []
+    turn_counts: list[int] = []
+    first_index = 0
     for group_index, group in enumerate(groups):
         group_penalty = invalid_penalty
         if isinstance(group_penalty, Mapping):
             group_penalty = group_penalty[group.task.env]
         for trajectory in group.trajectories:
+            holder = rank
             if isinstance(trajectory, AwayTrajectory):
-                samples += _away_samples(trajectory, group_index, trajectory_index)
-                trajectory_index += 1
-                continue
-            episode_return = trajectory.episode_return
-            previous: Turn | None = None
-            for step, turn in enumerate(trajectory.turns):
-                penalty = 0.0 if turn.outcome.valid else group_penalty
-                target = _target_ids(turn, encode_observation)
-                separator = turn.separator_ids
-                if separator is None:
-                    separator = template_separator
-                versions = turn.versions
-                if versions is None:
-                    versions = np.full(len(turn.response_ids), turn.version, np.int32)
-                samples.append(
-                    Sample(
-                        group=group_index,
-                        trajectory=trajectory_index,
-                        step=step,
-                        continues=previous is not None and _begins_with(turn, previous),
-                        prompt_ids=turn.prompt_ids,
-                        response_ids=turn.response_ids,
-                        separator_ids=separator if len(target) else no_ids(),
-                        observation_ids=target,
-                        spans=turn.spans if len(target) else [],
-                        sampled_logp=turn.sampled_logp,
-                        sampled_entropy=turn.entropy,
-                        versions=versions,
-                        server=turn.server,
-                        score=episode_return - penalty,
-                        episode_return=episode_return,
-                        reward=turn.outcome.reward,
-                        penalty=penalty,
-                        anchor=turn.anchor,
-                        holder=rank,
-                    )
+                holder = trajectory.rank
+            else:
+                own_samples = _trajectory_samples(
+                    trajectory,
+                    group=group_index,
+                    index=len(turn_counts),
+                    template_separator=template_separator,
+                    encode_observation=encode_observation,
+                    invalid_penalty=group_penalty,
                 )
-                previous = turn
-            trajectory_index += 1
+                here.update(enumerate(own_samples, first_index))
+            group_of_trajectory.append(group_index)
+            holder_of_trajectory.append(holder)
+            turn_counts.append(len(trajectory.turns))
+            first_index += len(trajectory.turns)
+
+    samples: Sequence[Sample] = list(here.values())
     if share:
+        counts = np.array(turn_counts, np.int64)
+        firsts = np.cumsum(counts) - counts
+        columns = Columns.of_turns(
+            group=np.repeat(np.array(group_of_trajectory, np.int32), counts),
+            trajectory=np.repeat(np.arange(len(counts)), counts),
+            step=np.arange(first_index) - np.repeat(firsts, counts),
+            holder=np.repeat(np.array(holder_of_trajectory, np.int32), counts),
+        )
+        samples = SharedSamples(columns, here, rank)
         share(samples)
     _fill_token_weights(samples, n_groups=len(groups))
+    return samples
+
+
+def _trajectory_samples(
+    trajectory: Trajectory,
+    *,
+    group: int,
+    index: int,
+    template_separator: Ids,
+    encode_observation: Callable[[str], Ids] | None,
+    invalid_penalty: float,
+) -> list[Sample]:
+    """Return the samples of the trajectory with that index, of a group with that index."""
+    episode_return = trajectory.episode_return
+    samples: list[Sample] = []
+    previous: Turn | None = None
+    for step, turn in enumerate(trajectory.turns):
+        penalty = 0.0 if turn.outcome.valid else invalid_penalty
+        target = _target_ids(turn, encode_observation)
+        separator = turn.separator_ids
+        if separator is None:
+            separator = template_separator
+        versions = turn.versions
+        if versions is None:
+            versions = np.full(len(turn.response_ids), turn.version, np.int32)
+        samples.append(
+            Sample(
+                group=group,
+                trajectory=index,
+                step=step,
+                continues=previous is not None and _begins_with(turn, previous),
+                prompt_ids=turn.prompt_ids,
+                response_ids=turn.response_ids,
+                separator_ids=separator if len(target) else no_ids(),
+                observation_ids=target,
+                spans=turn.spans if len(target) else [],
+                sampled_logp=turn.sampled_logp,
+                sampled_entropy=turn.entropy,
+                versions=versions,
+                server=turn.server,
+                score=episode_return - penalty,
+                episode_return=episode_return,
+                reward=turn.outcome.reward,
+                penalty=penalty,
+                anchor=turn.anchor,
+            )
+        )
+        previous = turn
     return samples
 
 
@@ -117,24 +153,11 @@ def _begins_with(turn: Turn, previous: Turn) -> bool:
     )
 
 
-def _away_samples(trajectory: AwayTrajectory, group: int, index: int) -> list[Sample]:
-    """Return samples without any content, for the turns of the trajectory with that index."""
-    nothing = away(0, trajectory.rank)
-    rows: dict[str, Any] = dict.fromkeys(("prompt_ids", "response_ids", *IDS, *VALUES), nothing)
-    rows |= dict.fromkeys(("sampled_entropy", "token_advantage", "ref_logp"))
-    samples: list[Sample] = []
-    for step in range(len(trajectory.turns)):
-        samples.append(Sample(group, index, step, **rows, holder=trajectory.rank))
-    return samples
-
-
-def _fill_token_weights(samples: list[Sample], *, n_groups: int) -> None:
+def _fill_token_weights(samples: Sequence[Sample], *, n_groups: int) -> None:
     """Fill the weight of a response token: a mean over each group's tokens, then over groups."""
-    group_tokens: Counter[int] = Counter()
-    for sample in samples:
-        group_tokens[sample.group] += len(sample.response_ids)
-    for sample in samples:
-        sample.token_weight = 1.0 / (n_groups * group_tokens[sample.group])
+    group = column(samples, "group").astype(np.int64)
+    group_tokens = np.bincount(group, column(samples, "response_length"))
+    assign(samples, "token_weight", 1.0 / (n_groups * group_tokens[group]))
 
 
 def _target_ids(turn: Turn, encode_observation: Callable[[str], Ids] | None) -> Ids:
@@ -168,8 +191,6 @@ def _continues(previous: Sample, sample: Sample, with_observation: bool) -> bool
         return False
     if not with_observation or previous.wm_weight == 0.0:
         return True
-    if sample.continues_target is not None:
-        return sample.continues_target
     appended = _appended_ids(previous, with_observation)
     start = len(previous.prompt_ids) + len(previous.response_ids)
     return np.array_equal(sample.prompt_ids[start : start + len(appended)], appended)
@@ -182,22 +203,36 @@ def _appended_ids(sample: Sample, with_observation: bool) -> Ids:
     return no_ids()
 
 
-def minibatches(samples: Sequence[Sample], *, size: int, seed: int) -> list[list[Sample]]:
+def minibatches(samples: Sequence[Sample], *, size: int, seed: int) -> list[Sequence[Sample]]:
     """Cut a seeded shuffle of the update's sequences into mini-batches of about `size` samples.
 
     n samples make round(n / size) mini-batches, but at least one. Sequences are not split.
     """
-    shuffled = sequences(samples, with_observation=False)
+    if isinstance(samples, SharedSamples):
+        starts = samples.chain_starts()
+    else:
+        firsts = [members[0] for members in sequences(samples, with_observation=False)]
+        starts = np.array(firsts, np.int64)
+    shuffled = list(range(len(starts)))
     random.Random(seed).shuffle(shuffled)
+    sizes = np.diff(np.append(starts, len(samples)))[shuffled]
+    samples_before = np.cumsum(sizes) - sizes
+    indices = np.repeat(starts[shuffled] - samples_before, sizes) + np.arange(len(samples))
 
+    # A sequence belongs to the mini-batch in which its first sample is.
     count = max(1, round(len(samples) / size))
     cuts = [len(samples) * i // count for i in range(1, count)]
-    parts: list[list[Sample]] = [[] for _ in range(count)]
-    samples_so_far = 0
-    for members in shuffled:
-        parts[bisect_right(cuts, samples_so_far)] += [samples[i] for i in members]
-        samples_so_far += len(members)
-    return [part for part in parts if part]
+    first_sequences = np.searchsorted(samples_before, [0, *cuts])
+    bounds = np.append(samples_before, len(samples))[[*first_sequences, len(shuffled)]].tolist()
+    parts: list[Sequence[Sample]] = []
+    for start, end in pairwise(bounds):
+        if start == end:
+            continue
+        if isinstance(samples, SharedSamples):
+            parts.append(samples.subset(indices[start:end]))
+        else:
+            parts.append([samples[i] for i in indices[start:end]])
+    return parts
 
 
 @dataclass
@@ -347,23 +382,28 @@ def micro_batches(
     *,
     with_observation: bool,
     device: torch.device,
-    skip: Callable[[Sample], bool] | None = None,
+    skip_without_loss: bool = False,
 ) -> "MicroBatches":
-    """Return this rank's batches, leaving out sequences whose samples are all skipped.
+    """Return this rank's batches.
 
-    `skip(sample)` says whether a sample needs no forward pass. If there are few samples, some
-    batches are empty (`Packing.cut`). Sequences of a group share their prefixes if the packing
-    allows it and it pays. With several ranks, a call of all of them, which first moves rows to the
-    ranks that will compute them.
+    With `skip_without_loss`, leaves out sequences whose samples have neither an advantage nor a
+    world-model weight. If there are few samples, some batches are empty (`Packing.cut`). Sequences
+    of a group share their prefixes if the packing allows it and it pays. With several ranks, a call
+    of all of them, which first moves rows to the ranks that will compute them.
     """
-    chosen: list[list[int]] = []
-    for members in sequences(samples, with_observation=with_observation):
-        if skip is None or not all(skip(samples[i]) for i in members):
-            chosen.append(members)
     if packing.ranks is not None:
+        assert isinstance(samples, SharedSamples), "several ranks share SharedSamples"
         chosen = _take_share(
-            samples, chosen, packing, packing.ranks, with_observation=with_observation
+            samples,
+            packing,
+            packing.ranks,
+            with_observation=with_observation,
+            skip_without_loss=skip_without_loss,
         )
+    else:
+        chosen = sequences(samples, with_observation=with_observation)
+        if skip_without_loss:
+            chosen = [members for members in chosen if any(_has_loss(samples[i]) for i in members)]
     rows = [_row_ids(samples[members[-1]], with_observation) for members in chosen]
     indices_of_batches, share_prefixes = _divide(samples, chosen, rows, packing)
 
@@ -400,53 +440,122 @@ class MicroBatches:
         return map(self._make, self._indices_of_batches)
 
 
+def _has_loss(sample: Sample) -> bool:
+    return sample.has_advantage or sample.wm_weight != 0.0
+
+
 def _take_share(
-    samples: Sequence[Sample],
-    chosen: Sequence[list[int]],
+    samples: SharedSamples,
     packing: Packing,
     ranks: RankGroup,
     *,
     with_observation: bool,
+    skip_without_loss: bool,
 ) -> list[list[int]]:
-    """Move rows so that the work on the chosen sequences is balanced. Return those of this rank."""
-    tokens_of: dict[int, int] = {}  # by the first sample of a sequence
-    for members in chosen:
-        last = samples[members[-1]]
-        tokens_of[members[0]] = _row_length(last, with_observation)
+    """Move rows so that the work on the sequences is balanced. Return the sequences of this rank."""
+    shares = share_sequences(
+        samples,
+        packing,
+        ranks.world_size,
+        with_observation=with_observation,
+        skip_without_loss=skip_without_loss,
+    )
+    move_chains(samples, shares.chain_starts, shares.chain_ends, shares.chain_ranks, ranks)
+    is_own = shares.ranks == ranks.rank
+    bounds = zip(shares.starts[is_own].tolist(), shares.ends[is_own].tolist(), strict=True)
+    return [list(range(start, end)) for start, end in bounds]
 
-    moving: list[list[int]] = []
-    chains: list[Chain] = []
-    for members in chains_of(samples):
-        lengths = [tokens_of[i] for i in members if i in tokens_of]
-        if lengths:
-            first = samples[members[0]]
-            chain = Chain(
-                holder=first.holder,
-                group=first.group,
-                order=first.prefix_order,
-                tokens=sum(lengths),
-                shared=min(first.shared_prefix, sum(lengths)),
-                work=sum(n + packing.quadratic * n**2 for n in lengths),
-            )
-            moving.append(members)
-            chains.append(chain)
 
-    destinations = place(
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Which ranks compute the S sequences of a pass, and so hold the C chains that they are of."""
+
+    starts: np.ndarray
+    """[S] int: the index of a sequence's first sample. The next field is that after its last."""
+    ends: np.ndarray
+    ranks: np.ndarray
+    """[S] int: the rank of each sequence."""
+    chain_starts: np.ndarray
+    """[C] int, as `starts`. A chain moves as a whole, even if a pass needs only a part of it."""
+    chain_ends: np.ndarray
+    chain_ranks: np.ndarray
+
+
+def share_sequences(
+    samples: SharedSamples,
+    packing: Packing,
+    world_size: int,
+    *,
+    with_observation: bool,
+    skip_without_loss: bool,
+) -> Shares:
+    """Balance the work on all sequences over the ranks. Every rank computes the same answer.
+
+    So this goes through columns: nothing is done for each sample, except in numpy and in `place`.
+    """
+    continues = samples.continues_previous()
+    chain_starts = np.flatnonzero(~continues)
+    starts = np.flatnonzero(~_continues_sequence(samples, continues, with_observation))
+    ends = np.append(starts[1:], len(samples))
+    lengths = _row_lengths(samples, ends - 1, with_observation)
+    chain_of_sequence = np.cumsum(~continues)[starts] - 1
+    if skip_without_loss:
+        has_loss = (samples.column("advantage") != 0.0) | (samples.column("wm_weight") != 0.0)
+        is_needed = np.logical_or.reduceat(has_loss, starts)
+        starts = starts[is_needed]
+        ends = ends[is_needed]
+        lengths = lengths[is_needed]
+        chain_of_sequence = chain_of_sequence[is_needed]
+
+    moving, index = np.unique(chain_of_sequence, return_inverse=True)
+    moving_starts = chain_starts[moving]
+    tokens = np.bincount(index, lengths, minlength=len(moving)).astype(np.int64)
+    work = lengths + packing.quadratic * lengths.astype(np.float64) ** 2
+    chains = Chains(
+        holder=samples.column("holder")[moving_starts],
+        group=samples.column("group")[moving_starts],
+        order=samples.column("prefix_order")[moving_starts],
+        tokens=tokens,
+        shared=np.minimum(samples.column("shared_prefix")[moving_starts], tokens),
+        work=np.bincount(index, work, minlength=len(moving)),
+    )
+    chain_ranks = place(
         chains,
-        world_size=ranks.world_size,
+        world_size=world_size,
         share_prefixes=packing.may_share(chains),
         budget=packing.budget,
     )
-    move_chains(samples, moving, destinations, ranks)
-    return [members for members in chosen if samples[members[0]].holder == ranks.rank]
+    return Shares(
+        starts=starts,
+        ends=ends,
+        ranks=chain_ranks[index],
+        chain_starts=moving_starts,
+        chain_ends=np.append(chain_starts[1:], len(samples))[moving],
+        chain_ranks=chain_ranks,
+    )
 
 
-def _row_length(last: Sample, with_observation: bool) -> int:
-    """Return the number of tokens of a sequence, by its last sample."""
-    length = len(last.prompt_ids) + len(last.response_ids)
-    if with_observation and last.wm_weight > 0.0:
-        length += len(last.separator_ids) + len(last.observation_ids)
-    return length
+def _continues_sequence(
+    samples: SharedSamples, continues: np.ndarray, with_observation: bool
+) -> np.ndarray:
+    """[n] bool: as `_continues`, given which samples continue the chain before them."""
+    if not with_observation:
+        return continues
+    is_plain = np.ones(
+        len(samples), np.bool_
+    )  # whether the previous turn has no target to be found
+    is_plain[1:] = samples.column("wm_weight")[:-1] == 0.0
+    return continues & (is_plain | samples.column("continues_target"))
+
+
+def _row_lengths(samples: SharedSamples, last: np.ndarray, with_observation: bool) -> np.ndarray:
+    """Return the number of tokens of each sequence, int64, by the indices of their last samples."""
+    lengths = (samples.column("prompt_length") + samples.column("response_length"))[last]
+    if with_observation:
+        appended = samples.column("separator_length") + samples.column("observation_length")
+        has_target = samples.column("wm_weight")[last] > 0.0
+        lengths = lengths + np.where(has_target, appended[last], 0)
+    return lengths.astype(np.int64)
 
 
 def _divide(

@@ -6,11 +6,13 @@ share alpha by action entropy. The less a group succeeds, the higher the weight 
 """
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+from paw.algo.shared_samples import column
 from paw.types import Sample
 
 
@@ -54,51 +56,65 @@ def select(
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be in [0, 1], got {alpha}")
-    if isinstance(reward_max, int | float):
-        reward_max = [reward_max] * n_groups
-    if weight == "adaptive" and not all(maximum > 0 for maximum in reward_max):
-        raise ValueError(f"reward_max must be positive, got {min(reward_max)}")
+    lowest_maximum = reward_max if isinstance(reward_max, int | float) else min(reward_max)
+    if weight == "adaptive" and not lowest_maximum > 0:
+        raise ValueError(f"reward_max must be positive, got {lowest_maximum}")
     lambdas = _lambdas(samples, weight, reward_max)
     if n_groups < len(lambdas):
         raise ValueError(
             f"n_groups={n_groups} is less than the {len(lambdas)} groups of the samples"
         )
 
-    candidates = [i for i, sample in enumerate(samples) if len(sample.observation_ids)]
+    candidates = np.flatnonzero(column(samples, "observation_length"))
     if distinct is not None:
         first_of_key: dict[Hashable, int] = {}
-        for i in candidates:
+        for i in candidates.tolist():
             first_of_key.setdefault(distinct[i], i)
-        candidates = list(first_of_key.values())
-    if not all(math.isfinite(samples[i].entropy) for i in candidates):
+        candidates = np.array(list(first_of_key.values()), np.int64)
+    entropy = column(samples, "entropy")[candidates]
+    if not np.isfinite(entropy).all():
         raise ValueError("sample.entropy must be finite on every sample with a target")
 
     # Without the 1e-9, 0.1 * 30 = 3.0000000000000004 would be rounded up to 4.
     count = math.ceil(alpha * len(candidates) - 1e-9)
-    chosen = sorted(candidates, key=lambda i: -samples[i].entropy)[:count]
+    chosen = candidates[np.argsort(-entropy, kind="stable")[:count]]
 
-    group_sizes = Counter(samples[i].group for i in chosen)  # |S_g|
-    selected = [False] * len(samples)
-    weights = [0.0] * len(samples)
-    for i in chosen:
-        group = samples[i].group
-        selected[i] = True
-        weights[i] = lambdas[group] / (n_groups * group_sizes[group])
-    return Selection(weights, selected, list(lambdas.values()))
+    group = column(samples, "group")[chosen].astype(np.int64)
+    group_sizes = np.bincount(group)  # |S_g|
+    lambda_of_group = np.array([lambdas.get(i, 0.0) for i in range(len(group_sizes))])
+    selected = np.zeros(len(samples), np.bool_)
+    selected[chosen] = True
+    weights = np.zeros(len(samples))
+    weights[chosen] = lambda_of_group[group] / (n_groups * group_sizes[group])
+    return Selection(weights.tolist(), selected.tolist(), list(lambdas.values()))
 
 
 def _lambdas(
-    samples: Sequence[Sample], weight: Literal["adaptive"] | float, reward_max: Sequence[float]
+    samples: Sequence[Sample],
+    weight: Literal["adaptive"] | float,
+    reward_max: float | Sequence[float],
 ) -> dict[int, float]:
     """Return lambda_g by group (PaW Eq. (10)). Each trajectory counts once."""
     returns: dict[int, dict[int, float]] = {}  # by group and trajectory
-    for sample in samples:
-        returns.setdefault(sample.group, {})[sample.trajectory] = sample.episode_return
+    if len(samples):
+        group = column(samples, "group")
+        trajectory = column(samples, "trajectory")
+        is_new = np.append(True, (group[1:] != group[:-1]) | (trajectory[1:] != trajectory[:-1]))
+        starts = np.flatnonzero(is_new)
+        rows = zip(
+            group[starts].tolist(),
+            trajectory[starts].tolist(),
+            column(samples, "episode_return")[starts].tolist(),
+            strict=True,
+        )
+        for group_number, trajectory_number, episode_return in rows:
+            returns.setdefault(group_number, {})[trajectory_number] = episode_return
     if weight != "adaptive":
         return dict.fromkeys(returns, float(weight))
 
     lambdas: dict[int, float] = {}
     for group, group_returns in returns.items():
         mean = sum(group_returns.values()) / len(group_returns)
-        lambdas[group] = min(1.0, max(0.0, 1.0 - mean / reward_max[group]))
+        maximum = reward_max if isinstance(reward_max, int | float) else reward_max[group]
+        lambdas[group] = min(1.0, max(0.0, 1.0 - mean / maximum))
     return lambdas

@@ -34,6 +34,7 @@ SYNONYMS = {
     "run.save_every": "save_steps save_freq",
     "run.keep": "save_total_limit",
     "eval.every": "eval_steps test_freq",
+    "eval.attempts": "samples num_samples num_trials rollouts_per_example val_kwargs.n",
     "policy.kl_coef": "beta kl_loss_coef",
     "policy.entropy_coef": "entropy_coeff",
     "policy.clip_low": "epsilon epsilon_low clip_ratio clip_ratio_low",

@@ -24,11 +24,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from pydantic import Field, create_model
+from pydantic import ConfigDict, Field
 from pydantic.errors import PydanticUserError
 
 from paw.config.values import Section
 from paw.errors import OURS, UserError, clean, describe, nearest
+
+DESCRIBED = ConfigDict(use_attribute_docstrings=False)
+"""Of a section made here, whose keys have their descriptions. pydantic would look for its source in
+every module there is."""
 
 
 class BuiltInPlugin(NamedTuple):
@@ -44,6 +48,7 @@ ENVS = {
     "alfworld": "paw.envs.alfworld.factory:AlfworldFactory",
     "webshop": "paw.envs.webshop.factory:WebshopFactory",
     "search": "paw.envs.search.factory:SearchFactory",
+    "terminal": "paw.envs.terminal.factory:TerminalFactory",
     "tau2": "paw.envs.tau2:Tau2Factory",
     "next_state": "paw.envs.next_state:NextStateFactory",
     "verifiers": "paw.envs.bridges.verifiers:VerifiersFactory",
@@ -276,11 +281,12 @@ def _settings_of_class(plugin: type, name: str, base: type[Section]) -> type[Sec
         return config
     if config is Section:
         return base
-    return type(config.__name__, (config, base), {})
+    return type(config.__name__, (config, base), {"model_config": DESCRIBED})
 
 
 def _settings_of_function(plugin: Any, name: str, base: type[Section]) -> type[Section]:
     descriptions = _described_parameters(plugin.__doc__ or "")
+    annotations: dict[str, Any] = {}
     fields: dict[str, Any] = {}
     for key, parameter in inspect.signature(plugin, eval_str=True).parameters.items():
         if parameter.kind is not parameter.KEYWORD_ONLY:
@@ -291,9 +297,12 @@ def _settings_of_function(plugin: Any, name: str, base: type[Section]) -> type[S
                 f"{key}: float = 1.0"
             )
         default = ... if parameter.default is parameter.empty else parameter.default
-        field = Field(default, description=descriptions.get(key))
-        fields[key] = (parameter.annotation, field)
-    return create_model(base.__name__, __base__=base, **fields) if fields else base
+        annotations[key] = parameter.annotation
+        fields[key] = Field(default, description=descriptions.get(key))
+    if not fields:
+        return base
+    namespace = {"model_config": DESCRIBED, "__annotations__": annotations, **fields}
+    return type(base.__name__, (base,), namespace)
 
 
 def _described_parameters(docstring: str) -> dict[str, str]:

@@ -128,6 +128,9 @@ class RunConfig(Section):
     """Updates between checkpoints; 0 saves only at the end."""
     keep: Count = 2
     """Number of checkpoints to keep."""
+    log_episodes: Natural = 4
+    """Training episodes of each update in episodes.jsonl, each of another task if there are as many;
+    with several ranks, of those that rank 0 has played. 0 writes none."""
     max_skipped: Count = 3
     """Consecutive optimizer steps with a non-finite loss or gradient after which the run stops."""
     peer_timeout_s: Annotated[float, Field(ge=5.0, le=1e7)] = 600.0
@@ -529,6 +532,8 @@ class EvalConfig(Section):
     """Updates between evaluations. 0 evaluates only at the start and the end."""
     games: Natural = 128
     """Number of games, drawn from the split with eval.seed. 0 plays the whole split."""
+    attempts: Count = 1
+    """Attempts at each game. More than one also give pass@k and best-of-k."""
     temperature: NonNegative = 0.4
     """Sampling temperature; 0 is greedy."""
     seed: Seed = 1000

@@ -34,6 +34,8 @@ class WarmupConfig(Section):
     """Hidden size of the MLP."""
     initializer_range: Positive = 0.1
     """Standard deviation of the initial weights."""
+    corpus_turns: Count = 12_000
+    """Turns of expert play from which the tokenizer is learnt."""
     stop_success: Share = 0.2
     """The warm-up stops at this success rate of sampled episodes, the mean of two checks."""
     max_steps: Count = 1600

@@ -31,6 +31,12 @@ class EstimatorTraits:
     With several ranks, each holds a part of them, and the others know only their lengths. For an
     estimator that reads them, all are sent to every rank, at the cost of their memory.
     """
+    by_group: bool = False
+    """Whether an advantage depends only on the samples of its own group (`Sample.group`).
+
+    With several ranks, each then calls it with the samples of some groups. Without it, every rank
+    calls it with all samples, which takes each rank as long as one rank alone.
+    """
     anchors: Anchors = "text"
     """What it reads of `Sample.anchor`. With "equality", ranks exchange digests of the texts."""
 
@@ -47,12 +53,18 @@ _declared: dict[Any, EstimatorTraits] = {}
 
 
 def estimator(
-    *, needs: Need = "groups", tokens: bool = False, anchors: Anchors = "text"
+    *,
+    needs: Need = "groups",
+    tokens: bool = False,
+    by_group: bool = False,
+    anchors: Anchors = "text",
 ) -> Callable[[Function], Function]:
     """Decorate an advantage estimator to declare what it needs, see `EstimatorTraits`."""
 
     def declare(function: Function) -> Function:
-        _declared[function] = EstimatorTraits(needs, tokens, anchors)
+        _declared[function] = EstimatorTraits(
+            needs=needs, tokens=tokens, by_group=by_group, anchors=anchors
+        )
         return function
 
     return declare

@@ -25,6 +25,7 @@ from paw.algo.gae import whiten
 from paw.algo.packing import Packing
 from paw.algo.rows import gather_numbers
 from paw.algo.samples import Batch, MicroBatches, micro_batches
+from paw.algo.shared_samples import assign, column
 from paw.config import plugins
 from paw.config.sections import Config
 from paw.distributed.ranks import Ranks, full_tensor
@@ -64,7 +65,7 @@ class Critic:
         self.optimizer = make_optimizer(model.parameters(), optim)
         self.guard = UpdateGuard(config.run.max_skipped, lr="critic.lr")
 
-    def compute_values(self, samples: list[Sample]) -> dict[str, float]:
+    def compute_values(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Fill values, returns and token advantages of the samples that this rank holds.
 
         Advantages are computed by sample, then whitened over all tokens of all ranks. Returns
@@ -90,10 +91,7 @@ class Critic:
             sample.returns = advantages[i] + row
         if self.ranks.world_size > 1:
             has_advantage = [float(sample.has_advantage) for sample in own_samples]
-            for sample, flag in zip(
-                samples, gather_numbers(samples, has_advantage, self.ranks), strict=True
-            ):
-                sample.advantage = flag
+            assign(samples, "advantage", gather_numbers(samples, has_advantage, self.ranks))
 
         variance = self._variance([sample.returns for sample in own_samples])
         unexplained = self._variance(advantages)
@@ -123,7 +121,7 @@ class Critic:
         return torch.tensor(sum(self.ranks.gather(squares)) / max(1, count - 1))
 
     @torch.no_grad()
-    def _values_of_own_share(self, samples: list[Sample]) -> dict[int, Values]:
+    def _values_of_own_share(self, samples: Sequence[Sample]) -> dict[int, Values]:
         """Return the values before each response token of this rank's share, by sample index."""
         indices: list[int] = []
         parts: list[Tensor] = []
@@ -135,7 +133,7 @@ class Critic:
         values = torch.cat(parts).cpu().split(lengths)  # read once
         return {i: row.numpy() for i, row in zip(indices, values, strict=True)}
 
-    def optimize(self, minibatches: Iterable[list[Sample]]) -> dict[str, float]:
+    def optimize(self, minibatches: Iterable[Sequence[Sample]]) -> dict[str, float]:
         """Take an optimizer step on each mini-batch, unless its loss or gradient is not finite.
 
         Returns critic/loss, critic/clip_frac, and critic/grad_norm unless every step was skipped.
@@ -152,7 +150,7 @@ class Critic:
             measured = [loss, clipped_of_minibatch, full_tensor(clipped_norm).to(loss)]
             own_loss, own_clipped, grad_norm = torch.stack(measured).tolist()
             clipped += int(own_clipped)
-            tokens += sum(len(sample.response_ids) for sample in minibatch)
+            tokens += int(column(minibatch, "response_length").sum())
             losses.append(sum(self.ranks.gather(own_loss)))
             if self.guard.allows(loss=losses[-1], grad_norm=grad_norm):
                 self.optimizer.step()
@@ -167,13 +165,13 @@ class Critic:
             metrics["critic/grad_norm"] = fmean(grad_norms)
         return metrics
 
-    def _accumulate_gradients(self, minibatch: list[Sample]) -> tuple[Tensor, Tensor]:
+    def _accumulate_gradients(self, minibatch: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Accumulate the gradient of a mini-batch.
 
         Returns this rank's part of (mean loss, number of clipped tokens), float64 on the device.
         The loop reads nothing from it.
         """
-        tokens = sum(len(sample.response_ids) for sample in minibatch)
+        tokens = int(column(minibatch, "response_length").sum())
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
         clipped = torch.zeros_like(loss)
         batches = self._batches(minibatch)
@@ -195,7 +193,7 @@ class Critic:
         hidden = model.hidden(batch.input_ids, batch.lengths, batch.paths)[batch.position].float()
         return linear(hidden, model.head_weight.float(), model.head_bias.float()).squeeze(-1)
 
-    def loss(self, batch: Batch, minibatch: list[Sample]) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch, minibatch: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Return (sum of the loss, number of clipped tokens). Only inside a call of the model."""
         samples = [minibatch[i] for i in batch.indices]
         rows = [
@@ -210,7 +208,7 @@ class Critic:
         )
         return loss.sum(), clipped.sum()
 
-    def _batches(self, samples: list[Sample]) -> MicroBatches:
+    def _batches(self, samples: Sequence[Sample]) -> MicroBatches:
         return micro_batches(
             samples, self.packing, with_observation=False, device=self.model.device
         )

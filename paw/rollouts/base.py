@@ -83,7 +83,7 @@ class RolloutSource(Protocol):
         ...
 
     def evaluation(self, progress: Progress | None = None) -> RolloutResult:
-        """Play each evaluation game once."""
+        """Play each evaluation game `eval.attempts` times."""
         ...
 
     def close(self) -> None:

@@ -196,11 +196,12 @@ class Rollouts:
         return groups, stats
 
     def evaluation(self, progress: Progress | None = None) -> RolloutResult:
-        """Play the evaluation games once each, as `play_tasks` does."""
+        """Play each evaluation game `eval.attempts` times, as `play_tasks` does."""
         config = self.config.eval
         return self.play_tasks(
             eval_tasks(self.factory, self.config.env.eval_split, config.games, config.seed),
-            group_size=1,
+            group_size=config.attempts,
+            least_members=1,
             temperature=config.temperature,
             seed=config.seed,
             stream="eval",
@@ -216,12 +217,13 @@ class Rollouts:
         seed: int,
         stream: str,
         progress: Progress | None = None,
+        least_members: int = 2,
     ) -> RolloutResult:
         """Play each task `group_size` times with the engine's current weights.
 
         Each rank plays its share of the episodes. `stream` is as for `play_share`. Returns the
         groups of all ranks, in the order of tasks. An episode that fails is in no group. A group
-        left with fewer than min(2, group_size) members is dropped.
+        left with fewer than min(least_members, group_size) members is dropped.
         """
         own_result = self.play_share(
             tasks,
@@ -231,10 +233,15 @@ class Rollouts:
             stream=stream,
             progress=progress,
         )
-        return self.gather_groups(own_result, tasks, group_size)
+        return self.gather_groups(own_result, tasks, group_size, least_members=least_members)
 
     def gather_groups(
-        self, own_result: RolloutResult, tasks: list[Task], group_size: int
+        self,
+        own_result: RolloutResult,
+        tasks: list[Task],
+        group_size: int,
+        *,
+        least_members: int = 2,
     ) -> RolloutResult:
         """Return the groups that all ranks have played, in the order of tasks.
 
@@ -251,7 +258,7 @@ class Rollouts:
             for group in rank_groups:
                 groups[group.index].trajectories += group.trajectories
 
-        least_members = min(2, group_size)
+        least_members = min(least_members, group_size)
         kept_groups = [group for group in groups if len(group.trajectories) >= least_members]
         stats = RolloutStats.sum(rank_stats for _, rank_stats in parts)
         stats.groups_dropped = len(groups) - len(kept_groups)

@@ -101,10 +101,13 @@ def _metrics_by_environment(
 def success_text(metrics: Mapping[str, Any]) -> str:
     """Describe success for people, from `success_metrics`.
 
-    Example: "25.0% of 8 games, 6 failed (RuntimeError: boom)".
+    Examples: "25.0% of 8 games, 6 failed (RuntimeError: boom)", "25.0% of 8 games with 4 attempts
+    each".
     """
     share = f"{metrics['success']:.1%}" if "success" in metrics else "none"
     text = f"{share} of {metrics['games']:.0f} games"
+    if "attempts" in metrics:
+        text += f" with {metrics['attempts']:.0f} attempts each"
     if metrics["failures"]:
         text += f", {metrics['failures']:.0f} failed ({metrics['failure']})"
     return text

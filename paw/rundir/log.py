@@ -1,4 +1,4 @@
-"""The logs of a run: metrics.jsonl and samples.jsonl.
+"""The logs of a run: metrics.jsonl, samples.jsonl and episodes.jsonl.
 
 paw/metric_list.py has the names and meanings of the metrics.
 """
@@ -7,7 +7,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 from paw.errors import UserError, clean, short_repr
 from paw.io.files import fsync, open_append, write_file, writing
-from paw.rundir.resume import gaps, rewind
+from paw.rundir.resume import cut, gaps, rewind
 
 Metrics = Mapping[str, Any]
 Record = dict[str, Any]
@@ -23,14 +23,21 @@ Record = dict[str, Any]
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
-    """Appends one JSON object per update to metrics.jsonl, and sampled episodes to samples.jsonl.
+    """Appends one JSON object per update to metrics.jsonl, sampled episodes of evaluations to
+    samples.jsonl, and those of training to episodes.jsonl.
 
     `open_log` makes it. Lines reach the operating system as they are written, and reach the disk
     with `sync`. Log an update and sync before you save its checkpoint.
     """
 
     def __init__(
-        self, metrics: FileIO, samples: FileIO, *, history: list[Record], lost: list[str]
+        self,
+        metrics: FileIO,
+        samples: FileIO,
+        episodes: FileIO,
+        *,
+        history: list[Record],
+        lost: list[str],
     ) -> None:
         self.history = history
         """Every update logged so far, including those before the run was resumed."""
@@ -38,6 +45,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """Sentences about what is missing in the files of the resumed run."""
         self._metrics = metrics
         self._samples = samples
+        self._episodes = episodes
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append the metrics of update `step`: numbers or one-element tensors.
@@ -72,12 +80,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     def restore(self) -> list[str]:
         """Rewrite the files that were deleted or replaced since they were opened.
 
-        Returns a sentence for each. The metrics come from memory. The earlier content of
-        samples.jsonl is lost.
+        Returns a sentence for each. The metrics come from memory. The earlier content of the other
+        files is lost.
         """
         messages = []
         metrics_path = _path(self._metrics)
-        samples_path = _path(self._samples)
         if not _is_at(self._metrics, metrics_path):
             with writing(metrics_path):
                 write_file(metrics_path, _lines(self.history))
@@ -86,13 +93,8 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             messages.append(
                 f"{metrics_path} was deleted or replaced: all its lines were written again"
             )
-        if not _is_at(self._samples, samples_path):
-            with writing(samples_path):
-                self._samples.close()
-                self._samples = open_append(samples_path)
-            messages.append(
-                f"{samples_path} was deleted or replaced: new lines are added to what is there now"
-            )
+        self._samples = _reopened(self._samples, messages)
+        self._episodes = _reopened(self._episodes, messages)
         return messages
 
     def evaluated(self, step: int) -> bool:
@@ -101,7 +103,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
     def sync(self) -> None:
         """Make sure that everything logged is on disk, where it survives a power cut."""
-        for file in (self._metrics, self._samples):
+        for file in (self._metrics, self._samples, self._episodes):
             with writing(file.name):
                 try:
                     os.fsync(file.fileno())
@@ -113,9 +115,15 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """Append a record worth reading, such as an episode's turns, to samples.jsonl."""
         _append(self._samples, _plain({"step": step, **record}))
 
+    def episodes(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append training episodes of update `step`, which have only JSON values."""
+        for record in records:
+            _append(self._episodes, {"step": step, **record})
+
     def __exit__(self, *_: object) -> None:
         self._metrics.close()
         self._samples.close()
+        self._episodes.close()
 
 
 def open_log(run_dir: Path, *, resume_step: int | None = None) -> MetricsLog:
@@ -128,12 +136,13 @@ def open_log(run_dir: Path, *, resume_step: int | None = None) -> MetricsLog:
     """
     metrics = run_dir / "metrics.jsonl"
     samples = run_dir / "samples.jsonl"
+    episodes = run_dir / "episodes.jsonl"
     history: list[Record] = []
     lost: list[str] = []
     with writing(f"to run directory {run_dir}"):
         run_dir.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
-            for path in (metrics, samples):
+            for path in (metrics, samples, episodes):
                 if path.exists() and path.stat().st_size:
                     raise UserError(
                         f"{path} already holds a run: continue it with --resume auto, "
@@ -147,11 +156,13 @@ def open_log(run_dir: Path, *, resume_step: int | None = None) -> MetricsLog:
             if not _evaluated(history, resume_step):
                 sampled_step -= 1
             rewind(samples, sampled_step, lost)
+            cut(episodes, resume_step)
             lost += gaps(metrics, history, resume_step)
         metrics_file = open_append(metrics)
         samples_file = open_append(samples)
+        episodes_file = open_append(episodes)
         fsync(run_dir)
-    return MetricsLog(metrics_file, samples_file, history=history, lost=lost)
+    return MetricsLog(metrics_file, samples_file, episodes_file, history=history, lost=lost)
 
 
 def _evaluated(history: list[Record], step: int) -> bool:
@@ -160,6 +171,18 @@ def _evaluated(history: list[Record], step: int) -> bool:
 
 def _path(file: FileIO) -> Path:
     return Path(str(file.name))
+
+
+def _reopened(file: FileIO, messages: list[str]) -> FileIO:
+    """Return the file, or a new one with a message if it was deleted or replaced."""
+    path = _path(file)
+    if _is_at(file, path):
+        return file
+    with writing(path):
+        file.close()
+        reopened = open_append(path)
+    messages.append(f"{path} was deleted or replaced: new lines are added to what is there now")
+    return reopened
 
 
 def _is_at(file: FileIO, path: Path) -> bool:

@@ -3,6 +3,7 @@
 Every key may change, unless the change would make the run's past or checkpoints meaningless.
 """
 
+import re
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,10 @@ FIXED = {
     "optim.master_bits": "its checkpoints hold this optimizer's state",
 }
 """The keys that a resumed run keeps, and why."""
+
+
+STEP = re.compile(rb'\{"step": ([0-9]{1,18})[,}]')
+"""The beginning of a line of a log, with its update."""
 
 
 def changes(directory: Path, config: Config) -> list[str]:
@@ -144,6 +149,24 @@ def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
             f"the first is line {broken[0]}"
         )
     return records
+
+
+def cut(path: Path, step: int) -> None:
+    """Cut a log off at the first line after update `step`, or one that a kill cut off.
+
+    A `step` below 0 leaves nothing. Unlike `rewind`, it neither holds nor writes the lines before, which may be large.
+    """
+    if not path.is_file():
+        return
+    end = 0
+    with path.open("r+b") as file:
+        for line in file:
+            match = STEP.match(line)
+            is_after = step < 0 or (match is not None and int(match[1]) > step)
+            if is_after or not line.endswith(b"\n"):
+                break
+            end += len(line)
+        file.truncate(end)
 
 
 def gaps(path: Path, history: list[dict[str, Any]], last: int) -> list[str]:

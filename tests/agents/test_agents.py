@@ -125,8 +125,9 @@ def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
     """Token for token, with and without --out."""
     folder = str(tiny_llm(tmp_path / "model"))
     settings = {
-        "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 2, "eval.games": 5, "eval.temperature": 1.0,
-        "engine.type": "transformers", "rollout.max_response_tokens": 12, "model.dtype": "float32",
+        "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 2, "eval.games": 3, "eval.attempts": 2,
+        "eval.temperature": 1.0, "engine.type": "transformers", "rollout.max_response_tokens": 12,
+        "model.dtype": "float32",
     }  # fmt: skip
     paw_here("eval", folder, "--env", "alfworld", settings, "--out", tmp_path / "out")
     lines = [
@@ -143,9 +144,14 @@ def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
         groups, _ = rollouts.evaluation()
     expected = {}
     for group in groups:
-        expected[group.index] = [turn.response for turn in group.trajectories[0].turns]
+        for episode in group.trajectories:
+            place = 2 * group.index + episode.member
+            expected[place] = [turn.response for turn in episode.turns]
     assert responses == expected
-    assert len(responses) == 5
+    assert len(responses) == 6
+    assert responses[0] != responses[1], "attempts at a game are draws of their own"
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["pass_at_2"] >= results["pass_at_1"] == results["success"]
 
 
 # --- ReAct, Reflexion

@@ -187,7 +187,7 @@ def test_leaving_out_rows_without_a_gradient_changes_nothing(policy, rows, norm)
     assert 0 < sum(map(objective.dead, rows)) < len(rows)
     expected, expected_gradient = packed(policy, rows, objective, update_samples=40, budget=100)
     loss, gradient = packed(
-        policy, rows, objective, update_samples=40, budget=100, skip=objective.dead
+        policy, rows, objective, update_samples=40, budget=100, skip_without_loss=True
     )
     assert loss == pytest.approx(expected, rel=1e-6)
     assert relative(gradient, expected_gradient) < 1e-6

@@ -11,11 +11,19 @@ from together import make_ranks, on_all
 from paw.algo.advantages import gigpo
 from paw.algo.loss import token_batch
 from paw.algo.packing import Packing
-from paw.algo.rows import gather_digests, gather_numbers, held, share_scalars, with_all_rows
+from paw.algo.rows import (
+    compute_by_group,
+    gather_digests,
+    gather_numbers,
+    share_scalars,
+    with_all_rows,
+)
 from paw.algo.samples import micro_batches, minibatches, to_samples
+from paw.algo.shared_samples import SharedSamples, assign, held
 from paw.algo.world_model import select
 from paw.away import AwayError
-from paw.distributed.ranks import Ranks
+from paw.distributed.ranks import PeerLostError, Ranks
+from paw.errors import UserError
 from paw.rollouts.base import RolloutStats
 from paw.rollouts.exchange import gather_turns
 from paw.rollouts.summaries import share_summaries
@@ -110,16 +118,14 @@ def prepared(groups, ranks, share_prefixes):
         rank=ranks.rank,
         share=share if several else None,
     )
-    for sample, advantage in zip(samples, gigpo(samples), strict=True):
-        sample.advantage = advantage
+    assign(samples, "advantage", compute_by_group(samples, gigpo, ranks))
     packing = Packing(budget=60, share_prefixes=share_prefixes, ranks=ranks if several else None)
     micro_batches(samples, packing, with_observation=False, device=CPU)  # the scoring pass
     own = held(samples, ranks)
     for i in own:
         samples[i].old_logp = [logp - 0.5 for logp in samples[i].sampled_logp]
     entropies = gather_numbers(samples, [max(samples[i].sampled_entropy) for i in own], ranks)
-    for sample, entropy in zip(samples, entropies, strict=True):
-        sample.entropy = entropy
+    assign(samples, "entropy", entropies)
     digests = gather_digests(samples, ranks)
     selection = select(
         samples,
@@ -129,8 +135,7 @@ def prepared(groups, ranks, share_prefixes):
         reward_max=1.0,
         distinct=digests,
     )
-    for sample, weight in zip(samples, selection.weights, strict=True):
-        sample.wm_weight = weight
+    assign(samples, "wm_weight", selection.weights)
     return samples, packing
 
 
@@ -148,7 +153,7 @@ def learnt(groups, share_prefixes, ranks):
                 packing,
                 with_observation=True,
                 device=CPU,
-                skip=lambda sample: not sample.advantage and not sample.wm_weight,
+                skip_without_loss=True,
             )
             counts.append(len(batches))
             for batch in batches:
@@ -208,7 +213,8 @@ def test_rows_that_are_away_have_a_length_and_say_how_to_get_them():
 
     def read(ranks):
         samples = prepared(groups, ranks, "never")[0]
-        remote = next(sample for sample in samples if sample.holder != ranks.rank)
+        own = held(samples, ranks)
+        remote = next(samples[i] for i in range(len(samples)) if i not in own)
         assert len(remote.response_ids) > 0
         for reading in (list, np.asarray, lambda row: row[0]):
             with pytest.raises(AwayError, match=r"are on rank .* @estimator\(tokens=True\)"):
@@ -234,3 +240,40 @@ def test_callbacks_can_have_the_turns_of_all_ranks():
         return full
 
     assert on_all(make_ranks(3), gather) == [groups] * 3
+
+
+def test_a_rank_makes_objects_for_the_turns_it_holds_alone(monkeypatch):
+    """Others' turns are rows of numbers, so a rank's time and memory fall with the ranks."""
+    groups = make_groups(16, 4)
+    made = []
+    make = SharedSamples._away_sample
+    monkeypatch.setattr(
+        SharedSamples, "_away_sample", lambda *arguments: made.append(1) or make(*arguments)
+    )
+
+    def count(ranks):
+        samples, packing = prepared(groups, ranks, "never")
+        for minibatch in minibatches(samples, size=len(samples), seed=0):
+            micro_batches(minibatch, packing, with_observation=True, device=CPU)
+        assert samples.here.keys() == set(held(samples, ranks))
+        return len(samples)
+
+    turns, *_ = on_all(make_ranks(4), count)
+    assert len(made) < turns / 2  # those that moved, where each rank making all would be 3 turns
+
+
+def test_advantages_that_fail_on_one_rank_end_all():
+    groups = make_groups(4, 2)
+
+    def fails(samples):
+        if samples[0].group > 0:
+            raise UserError("not this group")
+        return [0.0] * len(samples)
+
+    def compute(ranks):
+        samples = prepared(groups, ranks, "never")[0]
+        with pytest.raises(UserError, match="not this group") as failure:
+            compute_by_group(samples, fails, ranks)
+        return type(failure.value)
+
+    assert on_all(make_ranks(2), compute) == [PeerLostError, UserError]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from paw.tools.experiment.results import PAPER, Interval, interval, paired, points
+from paw.tools.plan.plan import HOST_S
 from paw.tools.profile import memory_gib, overhead, pick
 
 ROOT = Path(__file__).parents[2]
@@ -772,10 +773,30 @@ def scale() -> Iterator[str]:
 
     one, two, four = (exchange_costs("rows", ranks) for ranks in (1, 2, 4))
     all_two, all_four = (exchange_costs("all", ranks) for ranks in (2, 4))
-    yield f"{one[1]:.3f} GiB on top of the process alone, {two[1]:.3f} of two ranks and {four[1]:.3f} of four"
-    yield f"got all turns, {all_two[1]:.3f} and {all_four[1]:.3f}"
-    yield f"are {one[0]:.2f}, {two[0]:.2f} and {four[0]:.2f}: they do not fall"
-    yield f"they are {all_two[0]:.2f} and {all_four[0]:.2f}"
+    yield f"{one[1]:.3f} GiB on top of what it has before, {two[1]:.3f} of two ranks and {four[1]:.3f} of four"
+    yield f"advantages and micro-batches are {one[0]:.2f}, {two[0]:.2f} and {four[0]:.2f}"
+    yield f"they would not: {all_two[1]:.3f} and {all_four[1]:.3f} GiB"
+    yield f"{all_two[0]:.2f} and {all_four[0]:.2f} seconds"
+    for row in read("exchange_simulated"):
+        every_rank_s = row["episodes_s"] + row["selection_s"] + row["placement_s"]
+        yield table_line(
+            f"{row['simulated_ranks']:.0f}",
+            f"{row['own_turns']:,.0f}",
+            f"{row['sum_s']:.2f}",
+            f"{every_rank_s:.2f}",
+            f"{row['rows_mib']:.1f}",
+            f"{row['columns_mib']:.1f}",
+        )
+
+    most_ranks = read("exchange_simulated")[-1]
+    turn_us = 1e6 * most_ranks["sum_s"] / most_ranks["turns"]
+    own_turn_us = 1e6 * HOST_S * most_ranks["tokens"] / most_ranks["turns"]
+    million = most_ranks["tokens"] / 1e6
+    yield f"for all turns is about {turn_us:.1f} us a turn, {most_ranks['sum_s']:.1f} s here"
+    yield f"update is {1e6 * HOST_S:.1f} us a token"
+    yield f"counts both), which is {own_turn_us / 1000:.1f} ms"
+    yield f"equal at about {round(own_turn_us / turn_us, -1):.0f} ranks"
+    yield f"of {million:.0f} million tokens, each of 64 ranks\ncomputes {million / 64:.1f} million"
 
     in_turn = median_row(read("ahead_cpu", ahead="0"))
     ahead = median_row(read("ahead_cpu", ahead="1"))

@@ -165,7 +165,7 @@ def test_a_run_is_measured_at_its_start_and_after_training(
         [
             str(quick_run),
             "--tasks",
-            "2",
+            "6",
             "--out",
             str(noise),
             "--rollout.group_size",

@@ -149,6 +149,8 @@ WRONG = [
     ("wm.loss", "l2", "there is no 'l2'"),
     ("env.kinds", '["pikc"]', "env.kinds.0 = 'pikc'"),
     ("rollout.group_size", "1", "rollout.group_size = 1 leaves grpo without a baseline"),
+    ("eval.attempts", "0", "greater than or equal to 1"),
+    ("run.log_episodes", "-1", "greater than or equal to 0"),
 ]
 
 

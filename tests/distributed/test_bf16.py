@@ -7,6 +7,7 @@ import pytest
 import torch
 from forked import call_in_ranks
 from joint import Objective, make_lm, make_rows, tiny_policy
+from together import shared
 
 from paw.algo import loss
 from paw.algo.packing import Packing
@@ -31,11 +32,7 @@ def packing_of(policy, ranks):
 
 
 def held_in_turn(rows, ranks):
-    """Copies of the rows, which the ranks hold in turn."""
-    copies = copy.deepcopy(rows)
-    for row in copies:
-        row.holder = row.trajectory % ranks.world_size
-    return copies
+    return shared(rows, ranks) if ranks.world_size > 1 else rows
 
 
 def log_probs(policy, rows, ranks):

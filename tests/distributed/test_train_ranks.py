@@ -37,14 +37,14 @@ def words_of(folder, start, name, *options, **changes):
         "model": {"path": str(start), "dtype": "float32", "device": "cpu"},
         "env": ENV.model_dump(exclude_none=True),
         "rollout": {
-            "tasks": 5,
-            "group_size": 4,
+            "tasks": 3,
+            "group_size": 3,
             "max_prompt_tokens": 256,
             "max_response_tokens": 3,
         },
         "policy": {"kl_coef": 0.01, "entropy_coef": 0.001},
-        "optim": {"lr": 3e-3, "minibatch_samples": 32, "micro_batch_tokens": 300},
-        "eval": {"every": 2, "games": 5, "temperature": 1.0},
+        "optim": {"lr": 3e-3, "minibatch_samples": 16, "micro_batch_tokens": 300},
+        "eval": {"every": 2, "games": 3, "temperature": 1.0},
     }
     for key, value in changes.items():
         section, _, field = key.partition("_")
@@ -158,7 +158,7 @@ def test_two_ranks_train_to_the_weights_of_one(start, tmp_path, monkeypatch):
     for file in ("model", "critic_model"):
         assert weights(one, file).keys() == weights(two, file).keys()
         assert 0 < distance(weights(two, file), weights(one, file)) < 1e-5
-    for file in ("metrics.jsonl", "samples.jsonl", "report.html"):
+    for file in ("metrics.jsonl", "samples.jsonl", "episodes.jsonl", "report.html"):
         assert (two / file).stat().st_size
     assert distance(load_file(two / "hf" / "model.safetensors"), weights(two)) == 0
 
@@ -232,8 +232,6 @@ def test_four_ranks_as_two_machines_train_to_the_weights_of_one(start, tmp_path)
     ppo = {
         "advantage_type": "ppo",
         "critic_lr": 3e-3,
-        "rollout_tasks": 3,
-        "optim_minibatch_samples": 16,
     }
     node = {"gpus": 4, "on_host": 2, "model_shard": "node", "run_callbacks": ["held.py:Held"]}
     (tmp_path / "held.py").write_text(HELD)

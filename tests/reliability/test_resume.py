@@ -15,7 +15,7 @@ from paw import trainer
 from paw.checkpoint import files as checkpoint
 
 pytestmark = pytest.mark.slow
-UPDATES = 5
+UPDATES = 6
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def assert_same(paw_here, command, whole, read_metrics, tmp_path):
             checkpoint.read_manifest(folder / last_checkpoint) for folder in (run, whole)
         )
         assert manifest[0] == whole_manifest[0]
-        for name in ("hf/model.safetensors", "samples.jsonl"):
+        for name in ("hf/model.safetensors", "samples.jsonl", "episodes.jsonl"):
             assert (run / name).read_bytes() == (whole / name).read_bytes()
         assert read_metrics(run) == read_metrics(whole)
 
@@ -82,7 +82,8 @@ def test_killed_between_checkpoints(paw_here, paw_start, command, assert_same, t
     upgrade the cache holds another one."""
     run = tmp_path / "run"
     child = paw_start(*command)
-    wait_for(lambda: logged(run) > 3, child)  # updates 0 to 3 are written: the next one is at work
+    # Updates 0 to 3 are logged, the next one is at work, and the second's checkpoint is complete.
+    wait_for(lambda: logged(run) > 3 and saved(run), child)
     child.kill()
     child.wait()
     newest = saved(run)[-1]

@@ -1,4 +1,4 @@
-"""metrics.jsonl and samples.jsonl: what is written, cut back, added, refused."""
+"""metrics.jsonl, samples.jsonl and episodes.jsonl: what is written, cut back, added, refused."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import torch
 from paw.errors import UserError
 from paw.rundir.log import MetricsLog, open_log
 
-NAMES = ["metrics.jsonl", "samples.jsonl"]
+NAMES = ["episodes.jsonl", "metrics.jsonl", "samples.jsonl"]
 
 
 def lines(path: Path) -> list[dict]:
@@ -21,6 +21,7 @@ def lines(path: Path) -> list[dict]:
 
 def fill(log: MetricsLog, steps: range) -> None:
     for step in steps:
+        log.episodes(step, [{"task": "a", "won": True}, {"task": "b", "won": False}])
         log.log(step, {"reward/mean": step / 3, "success/all": 0.1 + 0.2, "eval/success": 0.3})
         log.sample(step, {"prompt": f"game {step}", "turns": [{"logp": [-0.5, math.nan]}]})
 
@@ -46,7 +47,7 @@ def test_values_become_plain_json_and_reach_the_disk(tmp_path, monkeypatch):
             os, "fsync", lambda fd: synced.append((files / str(fd)).readlink().name) or fsync(fd)
         )
         log.sync()
-    assert synced == NAMES
+    assert sorted(synced) == NAMES
     raw = (tmp_path / "run" / "samples.jsonl").read_bytes()
     assert raw.count(b"\n") == 1
     assert json.loads(raw) == {

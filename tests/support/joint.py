@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from together import make_ranks, on_all
+from together import make_ranks, on_all, shared
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -193,12 +193,7 @@ def packed(policy, minibatch, objective, *, update_samples, **options):
 def packed_in_ranks(policy, minibatch, objective, count, *, update_samples, **options):
     """`packed` of each of several ranks, which hold the trajectories in turn."""
     ranks = make_ranks(count)
-    minibatches = []
-    for _ in ranks:
-        rows = copy.deepcopy(minibatch)
-        for row in rows:
-            row.holder = row.trajectory % count
-        minibatches.append(rows)
+    minibatches = on_all(ranks, partial(shared, minibatch))
 
     batches = on_all(
         ranks, lambda rank: batches_of(policy, minibatches[rank.rank], ranks=rank, **options)
@@ -215,7 +210,7 @@ def batches_of(
     *,
     budget=10**6,
     with_observation=True,
-    skip=None,
+    skip_without_loss=False,
     ranks=None,
     share_prefixes="never",
 ):
@@ -227,7 +222,11 @@ def batches_of(
         ranks=ranks,
     )
     return micro_batches(
-        minibatch, packing, with_observation=with_observation, device=policy.device, skip=skip
+        minibatch,
+        packing,
+        with_observation=with_observation,
+        device=policy.device,
+        skip_without_loss=skip_without_loss,
     )
 
 

@@ -1,10 +1,13 @@
 """Ranks that are threads of this process, for what ranks exchange without a model."""
 
+import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from paw.algo.rows import share_scalars
+from paw.algo.shared_samples import Columns, SharedSamples
 from paw.distributed.parallel import DistributedRanks
 
 
@@ -46,3 +49,20 @@ def on_all(ranks: list[Together], call: Callable[[Together], Any]) -> list[Any]:
     """`call(rank)` of all ranks at once."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(call, ranks))
+
+
+def shared(rows, ranks) -> SharedSamples:
+    """The rows as if ranks held the trajectories in turn. A call of all ranks. Not for PPO."""
+    columns = Columns.of_turns(
+        group=[row.group for row in rows],
+        trajectory=[row.trajectory for row in rows],
+        step=[row.step for row in rows],
+        holder=[row.trajectory % ranks.world_size for row in rows],
+    )
+    copies = copy.deepcopy(rows)
+    here = {i: copies[i] for i in range(len(rows)) if columns.holder[i] == ranks.rank}
+    samples = SharedSamples(columns, here, ranks.rank)
+    share_scalars(samples, ranks, anchors="nothing", share_prefixes=False)
+    for name in ("token_weight", "advantage", "entropy", "wm_weight"):
+        samples.assign(name, [getattr(row, name) for row in rows])
+    return samples

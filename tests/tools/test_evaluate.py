@@ -1,8 +1,23 @@
 """Success with its interval, overall and per kind of task, and the rows of the paper's tables."""
 
+import itertools
+import statistics
+
 import pytest
 
 from paw.config.sections import EndpointConfig
+from paw.rollouts.attempts import (
+    Game,
+    attempt_lines,
+    attempt_metrics,
+    best_of,
+    bootstrap,
+    evaluation_metrics,
+    pass_at,
+    share_interval,
+    shares_by_kind,
+    sizes,
+)
 from paw.rollouts.success import kinds, success_metrics, wilson
 from paw.tools.evaluate.results import kind_lines, kind_rows, summarise, table
 from paw.types import Group, Outcome, Task, Trajectory, Turn
@@ -48,6 +63,68 @@ def test_metrics_overall_and_per_kind():
     assert success_metrics([]) == {"games": 0.0, "failures": 0.0}
     assert list(kind_rows(kinds(make_groups()))) == ["heat", "pick"]
     assert kind_lines(kind_rows([])) == []
+
+
+def test_pass_at_k_and_best_of_k_are_means_over_all_draws():
+    wins = [True, False, False, True, False]
+    scores = [0.1, 0.9, 0.4, 0.4, -1.0]
+    for k in range(1, 6):
+        draws = list(itertools.combinations(range(5), k))
+        passed = [any(wins[i] for i in draw) for draw in draws]
+        best = [max(scores[i] for i in draw) for draw in draws]
+        assert pass_at(k, attempts=5, successes=2) == pytest.approx(sum(passed) / len(draws))
+        assert best_of(k, scores) == pytest.approx(sum(best) / len(draws))
+    assert [sizes(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    for k in (0, 6):
+        with pytest.raises(ValueError, match=f"got {k}"):
+            pass_at(k, attempts=5, successes=2)
+        with pytest.raises(ValueError, match=f"got {k}"):
+            best_of(k, scores)
+
+
+def test_intervals_are_over_games():
+    assert share_interval([1.0, 0.0, 1.0, 1.0]) == wilson(3, 4), "one attempt: as ever"
+    assert share_interval([1.0] * 8) == wilson(8, 8), "not [1, 1]"
+    assert share_interval([0.25]) == (0.0, 1.0)
+    shares = [0.25, 0.5, 0.75, 1.0, 0.0, 0.25, 0.5, 0.75] * 8
+    low, high = share_interval(shares)
+    assert (low, high) == share_interval(shares), "seeded"
+    half_width = 1.96 * statistics.pstdev(shares) / len(shares) ** 0.5
+    assert (low, high) == pytest.approx((0.5 - half_width, 0.5 + half_width), abs=0.01)
+    assert bootstrap([0.7] * 3) == pytest.approx((0.7, 0.7))
+
+
+def test_failed_attempts_count_as_attempts_without_success():
+    pick, heat, lost = Task("1", "pick"), Task("2", "heat"), Task("3", "heat")
+    groups = [
+        Group(pick, [make_episode(pick, won=True), make_episode(pick, won=False)]),
+        Group(heat, [make_episode(heat, won=True)], index=1),
+    ]
+    failed = [Trajectory(heat, 1, failure="boom")]
+    failed += [Trajectory(lost, member, failure="boom") for member in range(2)]
+
+    metrics = evaluation_metrics(groups, failed, attempts=2)
+    assert metrics["games"] == 3.0
+    assert metrics["attempts"] == 2.0
+    assert metrics["failures"] == 3.0
+    assert metrics["success"] == metrics["pass_at_1"] == pytest.approx((0.5 + 0.5 + 0.0) / 3)
+    assert metrics["pass_at_2"] == pytest.approx(2 / 3)
+    assert (metrics["pass_at_2_low"], metrics["pass_at_2_high"]) == wilson(2, 3)
+    assert metrics["best_at_1"] == pytest.approx((5.0 + 5.0 + 0.0) / 3), "returns, as no scores"
+    assert metrics["best_at_2"] == pytest.approx(20 / 3)
+    shares = shares_by_kind(groups, failed, attempts=2)
+    assert shares == [("pick", 0.5), ("heat", 0.5), ("heat", 0.0)]
+    assert not evaluation_metrics(groups, failed, attempts=1).keys() & {"attempts", "pass_at_1"}
+    assert evaluation_metrics([], failed, attempts=2)["pass_at_2"] == 0.0
+
+
+def test_larger_k_takes_only_games_with_as_many_attempts():
+    games = [Game("a", 4, 1, (1.0, 0.0, 0.0, 0.0)), Game("a", 1, 1, (1.0,))]
+    metrics = attempt_metrics(games)
+    assert metrics["pass_at_1"] == 0.625
+    assert metrics["pass_at_2"] == 0.5
+    assert attempt_lines(metrics)[1] == ("  pass@2     50.0% (0.0% to 100.0%)   best of 2    0.500")
+    assert attempt_metrics([]) == {}
 
 
 def episode_line(kind, success, *, score=None, failure=None):
@@ -115,3 +192,17 @@ def test_rows_as_in_the_papers_tables():
     assert rows["Avg."] == {"success": pytest.approx((0.75 + 0.0 + 0.5) / 3), "sets": 3}
     assert lines[0] == f"  NQ          75.0% of 4 ({low:.1%} to {high:.1%})"
     assert lines[-1] == "  Avg.        41.7% of 3 sets"
+
+
+def test_attempts_of_an_agent_are_counted_by_game():
+    lines = []
+    for place, (success, score) in enumerate([(True, 1.0), (False, 0.2), (False, 0.0)]):
+        lines.append(episode_line("shop", success, score=score) | {"place": place})
+    about = {"env.name": "webshop", "agent.type": "react", "model": "m", "games": "these"}
+    about |= {"eval.temperature": 0.4, "eval.attempts": 2}
+    summary = summarise(lines, about, EndpointConfig(), 9.0)
+    assert summary["games"] == "these"
+    assert summary["pass_at_1"] == summary["success"] == 0.25
+    assert summary["pass_at_2"] == 1.0, "the second game has one attempt so far"
+    assert summary["best_at_1"] == pytest.approx((0.6 + 0.0) / 2)
+    assert "pass@2    100.0%" in table(summary)

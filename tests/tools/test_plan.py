@@ -14,7 +14,7 @@ from paw.config.recipe import load
 from paw.errors import UserError
 from paw.tools.plan.elementwise import assumed_layers, eager_traffic, saved_traffic
 from paw.tools.plan.fit import FALLBACKS, Machine, changed, check_fits, check_machine, fit, get
-from paw.tools.plan.plan import HOST_S, Plan, Play
+from paw.tools.plan.plan import HOST_S, TURN_S, Plan, Play
 from paw.tools.plan.plan_memory import HEAD_BUFFER
 from paw.tools.plan.shapes import SHAPES, Shape, from_config, shape_of
 
@@ -390,6 +390,11 @@ def test_the_hosts_time_is_as_measured():
     measured += median(float(row["us_a_token"]) for row in rest)
     assert pytest.approx(1e-6 * measured, rel=0.05) == HOST_S
 
+    simulated = COMMON.read(COMMON.RESULTS / "exchange_simulated.csv")[-1]
+    assert simulated["simulated_ranks"] == "512"
+    turn_s = float(simulated["sum_s"]) / float(simulated["turns"])
+    assert pytest.approx(turn_s, rel=0.05) == TURN_S
+
 
 def test_pages_have_what_the_plan_says():
     for page, remade in ((PAGES.MEMORY, PAGES.memory_page), (PAGES.SCALE, PAGES.scale_page)):
@@ -551,6 +556,13 @@ def test_more_cards_than_a_mini_batch_has_turns_are_named(capsys):
         output = " ".join(capsys.readouterr().out.split())
         line = "64 cards train on 63 turns a step, so 1 have nothing to do"
         assert (line in output) == said
+
+
+def test_the_number_of_cards_from_which_the_hosts_time_hardly_falls_is_named(capsys):
+    for cards, said in ((64, False), (512, True)):
+        words = ["--gpus", f"{cards}x80GB", "--hosts", str(cards // 8)]
+        cli.main(["plan", "alfworld-grpo-paw-7b", *words, "--optim.minibatch_samples", "512"])
+        assert ("for the numbers of all turns" in capsys.readouterr().out) == said
 
 
 def planned(capsys, *words, code=0):

@@ -123,6 +123,7 @@ def small_warm_up(max_steps):
         "layers": 1,
         "intermediate_size": 48,
         "batch_size": 16,
+        "corpus_turns": 1000,
         "max_steps": max_steps,
     }
     env = AlfworldConfig(**ENV.model_dump() | {"max_turns": 4})
@@ -133,7 +134,6 @@ def small_warm_up(max_steps):
 
 def test_the_warm_up_needs_no_setting_of_the_runs_engine(tmp_path, monkeypatch):
     monkeypatch.setenv("PAW_CACHE", str(tmp_path))
-    monkeypatch.setattr("paw.tools.warmup.warmup.CORPUS_TURNS", 1000)
     monkeypatch.setattr("paw.tools.warmup.warmup.CHECK_GAMES", 4)
     other_engine = SimpleNamespace(type="other")
     config = small_warm_up(max_steps=1).model_copy(update={"engine": other_engine})
@@ -166,8 +166,7 @@ def two_ranks_warm_up(rank, folder):
 
 def measure_often(patch):
     """A warm-up that is measured after 4, 8 and 12 steps, on few games."""
-    for name, value in (("CORPUS_TURNS", 1000), ("CHECK_GAMES", 8)):
-        patch.setattr(warmup, name, value)
+    patch.setattr(warmup, "CHECK_GAMES", 8)
     for name in ("CHECK_FROM", "CHECK_EVERY"):
         patch.setattr(warmup, name, 4)
 
@@ -222,7 +221,6 @@ def test_a_second_rank_that_measures_changes_no_bit_of_the_model(tmp_path, monke
 @pytest.mark.slow
 def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PAW_CACHE", str(tmp_path))
-    monkeypatch.setattr("paw.tools.warmup.warmup.CORPUS_TURNS", 1000)
     monkeypatch.setattr("paw.tools.warmup.warmup.CHECK_GAMES", 16)
     factory = make_factory(max_turns=4)
     messages = []

@@ -1,5 +1,8 @@
 """The report page, made from run directories as training leaves them: whole, damaged, hostile."""
 
+import base64
+import hashlib
+import itertools
 import json
 import math
 import re
@@ -10,6 +13,7 @@ import pytest
 from paw import cli
 from paw.errors import UserError
 from paw.rollouts.success import wilson
+from paw.tools.report.episodes import EpisodeIndex, embedded
 from paw.tools.report.report import SECTIONS, write_report
 
 KINDS = ["pick", "look", "clean"]
@@ -75,8 +79,27 @@ def make_run(folder: Path, *, world: bool = True, few_metrics: bool = False) -> 
     return folder
 
 
+SCRIPT = re.compile(r"<script([^>]*)>(.*?)</script>", re.DOTALL)
+
+
+def without_scripts(page: str) -> str:
+    """The page without its data and its one script, which its policy allows by digest."""
+    (kind, data), (no_attributes, script) = SCRIPT.findall(page)
+    assert kind == ' type="application/json" id="episode-data"'
+    assert no_attributes == ""
+    assert "<" not in data
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in page
+    return SCRIPT.sub("", page)
+
+
+def episode_data(page: str) -> dict:
+    return json.loads(SCRIPT.search(page)[2])
+
+
 def self_contained(page: str) -> bool:
-    """No script, nothing fetched: the only references are to ids of the page itself."""
+    """No foreign script, nothing fetched: the only references are to ids of the page itself."""
+    page = without_scripts(page)
     references = re.findall(
         r"""(?:src|href|action|data|poster)\s*=\s*["']?([^"'>\s]*)|url\(([^)]*)\)|@import""", page
     )
@@ -99,17 +122,20 @@ def test_report_of_a_whole_run(tmp_path):
     assert "162k parameters" in page
     assert page.count("<svg") == len(list((tmp_path / "tiny" / "plots").glob("*.png"))) >= 15
     assert (tmp_path / "tiny" / "plots" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    (run,) = episode_data(page)["runs"]
+    page = without_scripts(page)
     assert len(set(re.findall(r'\sid="([^"]*)"', page))) == len(
         re.findall(r'\sid="[^"]*"', page)
     ), "ids are unique"
-    assert page.count('<details class="episode"') == 6
-    assert re.search(r'<i class="kept" style="--q:0.98" title="p = 0.020">', page), (
-        "a token under the mask is marked"
-    )
-    assert "<mark>plate" in page
-    assert ">exact<" in page
-    assert ">selected<" in page
-    assert ">invalid<" in page
+    assert [row["step"] for row in run["rows"]] == [1] * 3 + [15] * 3 + [30] * 3
+    assert run["rho"] == 0.2
+    assert run["left_out"] == 0
+    exact, differing = run["details"][run["rows"][0]["id"]]["turns"]
+    assert ["mug 1", 0.02] in [[text.strip(), p] for text, p in exact["observation"]]
+    assert exact["exact"] is True
+    assert exact["selected"] is True
+    assert exact["valid"] is False
+    assert [text for text, differs in differing["predicted"] if differs] == ["plate", "3,"]
     assert not re.search(
         r"\b(nan|None)\b", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
     )
@@ -153,11 +179,14 @@ def test_hostile_long_and_damaged_text_stays_text(tmp_path):
     page = page_path.read_text()
     assert "&lt;script&gt;alert(1)" in page
     assert "39.8%" in page
-    assert "<script" not in page
-    assert "<img" not in page
-    assert "</pre><script" not in page
+    assert "<script" not in without_scripts(page)
+    assert "<img" not in without_scripts(page)
+    (shown,) = episode_data(page)["runs"]
+    assert [len(detail["turns"]) < detail["total"] == 50 for detail in shown["details"].values()][
+        -4:
+    ] == [True] * 4
+    assert "\x00" not in json.dumps(shown["rows"], ensure_ascii=False)
     assert page_path.stat().st_size < 3_000_000
-    assert re.search(r"The first \d+ of 50 turns", page)
     assert "2 unreadable lines left out" in page
     for name in ("metrics.jsonl", "samples.jsonl", "run.json", "config.toml"):
         data = (run / name).read_bytes()
@@ -177,6 +206,11 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert self_contained(page)
     assert not (tmp_path / "grpo" / "report.html").exists()
     assert "2 runs compared" in page
+    shown = episode_data(page)["runs"]
+    assert [(run["name"], run["rho"], len(run["rows"])) for run in shown] == [
+        ("grpo", None, 9),
+        ("paw", 0.2, 9),
+    ]
     assert "<code>wm.enabled</code></td><td>False</td><td>True</td>" in page
     assert "run.updates</code>" not in page, "only the keys that differ are listed"
 
@@ -192,3 +226,20 @@ def test_nothing_to_report_is_one_line(tmp_path):
         with pytest.raises(UserError, match=f"run.*{message}") as caught:
             write_report(folder)
         assert "\n" not in str(caught.value)
+
+
+def test_a_large_run_keeps_episodes_of_all_its_parts(tmp_path):
+    lines = []
+    for step in range(1, 301):
+        record = {"step": step, "task": f"t{step}", "won": False, "length": 1, "turns": [TURN]}
+        lines.append(json.dumps(record) + "\n")
+    (tmp_path / "episodes.jsonl").write_text("".join(lines))
+    index = EpisodeIndex(tmp_path)
+    index.update()
+    assert len(index.rows) == 300
+    rows, details = embedded(index, limit=len("".join(lines)) // 10)
+    steps = [row["step"] for row in rows]
+    assert 28 <= len(steps) <= 30
+    assert details.keys() == {row["id"] for row in rows}
+    assert (steps[0], steps[-1]) == (1, 300)
+    assert max(later - step for step, later in itertools.pairwise(steps)) <= 11

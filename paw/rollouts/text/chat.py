@@ -343,6 +343,10 @@ class Chat:
         decoded_ids = [token for token in ids if token not in hidden]
         return self._backend.decode(decoded_ids, skip_special_tokens=False)
 
+    def raw_text(self, ids: Sequence[int]) -> str:
+        """Return the text of any tokens, control tokens included."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
     def reply(self, text: str, tools: list[Any], first_number: int = 0) -> Reply:
         """Return an answer with the calls that the parser of the model's format finds.
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from importlib import metadata
 
 from paw.config import plugins
+from paw.envs.terminal import sandbox
 from paw.errors import UserError
 from paw.rollouts.engines import find_engine
 from paw.rollouts.engines.base import Engine
@@ -77,6 +78,7 @@ def _check_installation() -> int:
             print(f"  ok       {module} {metadata.version(installed[module][0])}: {purpose}")
         else:
             print(f"  -        {module}: {purpose}; pip install {package}")
+    print(_sandbox_line())
     for name in plugins.names("engines"):
         print(_engine_line(name, installed))
     if complete:
@@ -85,6 +87,14 @@ def _check_installation() -> int:
         print_device()
         print("ready: paw train quickstart")
     return 0 if complete else 1
+
+
+def _sandbox_line() -> str:
+    """Say whether the terminal can be played here."""
+    problem = sandbox.problem()
+    if problem:
+        return f"  -        bubblewrap: env.name = 'terminal'; {problem}; {sandbox.FIX}"
+    return "  ok       bubblewrap: env.name = 'terminal'; a sandbox starts here"
 
 
 def _engine_line(name: str, installed: Mapping[str, list[str]]) -> str:

@@ -89,7 +89,9 @@ def evaluate(
     out: str | Path | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Play `eval.games` held-out games. Returns what `paw eval --json` prints.
+    """Play `eval.games` held-out games, each `eval.attempts` times.
+
+    Returns what `paw eval --json` prints.
 
     Args:
         model: a run's directory, a model's folder or a Hugging Face name; None: the model of
@@ -100,9 +102,10 @@ def evaluate(
             again plays what is missing.
         changes: keys of the configuration to change: `{"eval.games": 64, "eval.temperature": 0.0}`.
 
-    Returns a dict: "success", its 95 % Wilson interval "ci_low" and "ci_high", "valid_actions",
-    "kinds" (the same for each kind of task) and more. Raises UserError if the model, the recipe, a
-    key or a value cannot be used.
+    Returns a dict: "success", its 95 % interval "ci_low" and "ci_high", "valid_actions", "kinds"
+    (the same for each kind of task) and more. With several attempts, also "pass_at_1",
+    "pass_at_1_low", "pass_at_1_high", "best_at_1" and so on for k = 1, 2, 4, ... up to their
+    number. Raises UserError if the model, the recipe, a key or a value cannot be used.
     """
     config, path = _who_plays(model, recipe, dict(changes or {}))
     return _play(config, path, out).summary
@@ -149,7 +152,7 @@ def _play_model(config: Config, path: str) -> Evaluation:
 
     summary = evaluate_model(config, path)
     failed = round(summary["failures"])
-    played = round(summary["games"] - summary["failures"])
+    played = round(summary["games"]) * config.eval.attempts - failed
     return Evaluation(summary, text=evaluation_text(summary), played=played, failed=failed)
 
 
@@ -184,7 +187,9 @@ class _Episodes:
             "model": self.model,
             "seed": self.config.eval.seed,
         }
-        line |= results.episode_line(episode, self.config.endpoint)
+        line |= results.episode_line(
+            episode, self.config.endpoint, attempts=self.config.eval.attempts
+        )
         place = line["place"]
         if place in self.lines:
             for key in results.SPENT:  # a failed attempt also costs money
@@ -221,7 +226,7 @@ def _play_agent(
     with ExitStack() as stack:
         endpoint = None if path else _checked_endpoint(config)
         factory = make_factory(config)
-        tasks = _checked_tasks(factory, config)
+        tasks = _attempted_tasks(_checked_tasks(factory, config), config)
 
         settings = {"model": model, "games": factory.fingerprint()}
         settings = masked(settings | _updates(path) | _deciding_keys(config))
@@ -268,6 +273,11 @@ def _checked_tasks(factory: EnvFactory, config: Config) -> list[Task]:
     return tasks
 
 
+def _attempted_tasks(tasks: list[Task], config: Config) -> list[Task]:
+    """Return each task as often as it is attempted, the attempts at a task next to each other."""
+    return [task for task in tasks for _ in range(config.eval.attempts)]
+
+
 @contextmanager
 def _early_end_reported(finished: _Episodes, folder: Path) -> Iterator[None]:
     """Report on stderr if the play in this block is interrupted, or given up and so ended."""
@@ -302,9 +312,10 @@ def _episodes_to_play(
 
 
 def _episode(config: Config, task: Task, place: int) -> Episode:
+    index, attempt = divmod(place, config.eval.attempts)
     return Episode(
-        Trajectory(task, member=0),
-        index=place,
+        Trajectory(task, member=attempt),
+        index=index,
         seed=config.eval.seed,
         stream="eval",
         temperature=config.eval.temperature,
@@ -456,7 +467,7 @@ def _lines_of_tasks(
             unplaced[line["task"]].append(line)
     for place, task in enumerate(tasks):
         if place not in by_place and unplaced[task.id]:
-            by_place[place] = unplaced[task.id].pop()
+            by_place[place] = unplaced[task.id].pop() | {"place": place}
 
     ignored = sum(len(task_lines) for task_lines in unplaced.values())
     if ignored:

@@ -25,9 +25,10 @@ from paw.model.check import longest_row
 from paw.model.dtype import pick_dtype, with_dtype
 from paw.model.loading import load_policy, load_tokenizer
 from paw.model.policy import pick_device
+from paw.rollouts.attempts import attempt_lines, evaluation_metrics, shares_by_kind
 from paw.rollouts.engines import find_engine, make_engine
 from paw.rollouts.scheduler import Rollouts
-from paw.rollouts.success import kinds, success_metrics, success_text
+from paw.rollouts.success import success_metrics, success_text
 from paw.rollouts.sync import push_weights
 from paw.rollouts.text.chat import Chat
 from paw.tools.evaluate.played import load_played
@@ -43,13 +44,15 @@ EPISODES = partial(progress, "episodes")
 def evaluate_model(config: Config, path: str) -> dict[str, Any]:
     """Play `eval.games` held-out games with the model at `path`.
 
-    Returns success with its Wilson interval, overall and by kind of task.
+    Returns success with its interval, overall and by kind of task. With several `eval.attempts`,
+    also pass@k and best-of-k.
     """
     with open_player(config, path) as rollouts:
         groups, stats = rollouts.evaluation(EPISODES)
         report_failures(stats.failures)
         source = rollouts.factory.fingerprint()
-    metrics = success_metrics(groups, stats.failed)
+    attempts = config.eval.attempts
+    metrics = evaluation_metrics(groups, stats.failed, attempts=attempts)
     if stats.context_full:
         metrics["context_full"] = stats.context_full
     return {
@@ -57,7 +60,7 @@ def evaluate_model(config: Config, path: str) -> dict[str, Any]:
         "source": masked(source),
         "temperature": config.eval.temperature,
         **metrics,
-        "kinds": kind_rows(kinds(groups, stats.failed)),
+        "kinds": kind_rows(shares_by_kind(groups, stats.failed, attempts=attempts)),
     }
 
 
@@ -69,6 +72,7 @@ def evaluation_text(summary: dict[str, Any]) -> str:
     ]
     if "success" in summary:
         lines.append(f"95 % interval {summary['ci_low']:.1%} to {summary['ci_high']:.1%}")
+        lines += attempt_lines(summary)
         lines += kind_lines(summary["kinds"])
         score = f"mean score {summary['score']:.3f}, " if "score" in summary else ""
         lines.append(

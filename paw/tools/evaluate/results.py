@@ -8,8 +8,8 @@ from paw.config.sections import EndpointConfig
 from paw.envs.base import kind_name
 from paw.envs.search.data import SETS
 from paw.errors import clean, masked, to_stderr
+from paw.rollouts.attempts import Game, attempt_lines, attempt_metrics, share_interval
 from paw.rollouts.episode import Episode
-from paw.rollouts.success import wilson
 
 COLUMNS = {
     "pick": "Pick",
@@ -26,8 +26,11 @@ SPENT = ("calls", "prompt_tokens", "completion_tokens", "cost", "seconds")
 """Keys for what an episode costs. Sums include failed episodes, which cost money too."""
 
 
-def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
-    """Return the line of an ended episode for the file of episodes."""
+def episode_line(episode: Episode, prices: EndpointConfig, *, attempts: int = 1) -> dict[str, Any]:
+    """Return the line of an ended episode for the file of episodes.
+
+    With several `attempts` at each task, the attempts at a task have neighbouring places.
+    """
     trajectory = episode.trajectory
     last_outcome = episode.outcome
     stats = episode.stats
@@ -44,11 +47,12 @@ def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
     won = last_outcome is not None and last_outcome.won
     cost = stats.prompt_tokens * prices.input_price + stats.response_tokens * prices.output_price
     return {
-        "place": episode.index,
+        "place": episode.index * attempts + trajectory.member,
         "task": trajectory.task.id,
         "kind": trajectory.task.kind,
         "success": won and not episode.context_full,
         "score": last_outcome.score if last_outcome else None,
+        "return": trajectory.episode_return,
         "steps": sum(turn["trial"] == episode.trials for turn in turns),
         "trials": episode.trials,
         "plans": episode.notes,
@@ -69,9 +73,10 @@ def summarise(
     prices: EndpointConfig,
     wall_s: float,
 ) -> dict[str, Any]:
-    """Return success of the played episodes with its 95 % Wilson interval, and what they took.
+    """Return success of the played episodes with its 95 % interval, and what they took.
 
-    Success is given overall and by kind of task. `settings` are those in settings.json. `wall_s` is
+    Success is given overall and by kind of task. With several `eval.attempts`, success is over
+    games, and pass@k and best-of-k are added (`attempt_metrics`). `settings` are those in settings.json. `wall_s` is
     the time of this run alone. `seconds` in the result is the sum over all episodes, even if they
     ran at the same time.
     """
@@ -85,14 +90,19 @@ def summarise(
         "temperature": settings["eval.temperature"],
         "episodes": len(played),
     }
-    summary |= success_of([line["success"] for line in played])
+    shares = [(line["kind"], float(line["success"])) for line in played]
+    attempts = settings.get("eval.attempts", 1)
+    if attempts > 1:
+        played_games = _games_of(played, attempts)
+        shares = [(game.kind, game.success) for game in played_games]
+        summary |= _without_games(attempt_metrics(played_games))
+    summary |= success_of([share for _, share in shares])
     if any(line["score"] is not None for line in played):
         summary["score"] = sum(line["score"] or 0.0 for line in played) / len(played)
 
-    kinds = [(line["kind"], line["success"]) for line in played]
     if "envs" in settings:  # the kinds of several environments begin with their labels
-        kinds += [(kind.partition("/")[0], won) for kind, won in kinds]
-    summary["kinds"] = kind_rows(kinds)
+        shares += [(kind.partition("/")[0], share) for kind, share in shares]
+    summary["kinds"] = kind_rows(shares)
     summary["steps"] = sum(line["steps"] for line in played) / max(1, len(played))
     summary["valid_actions"] = sum(turn["valid"] for turn in turns) / max(1, len(turns))
     summary["context_full"] = sum(line["context_full"] for line in played)
@@ -103,6 +113,34 @@ def summarise(
     summary["priced"] = bool(prices.input_price or prices.output_price)
     summary["wall_s"] = round(wall_s, 1)
     return summary
+
+
+def _games_of(played: Sequence[dict[str, Any]], attempts: int) -> list[Game]:
+    """Return the games of played episodes. The attempts at a game have neighbouring places."""
+    lines_by_game: dict[int, list[dict[str, Any]]] = {}
+    for line in played:
+        lines_by_game.setdefault(line["place"] // attempts, []).append(line)
+
+    has_scores = any(line["score"] is not None for line in played)
+    games: list[Game] = []
+    for lines in lines_by_game.values():
+        scores: list[float] = []
+        for line in lines:
+            scores.append((line["score"] or 0.0) if has_scores else line["return"])
+        games.append(
+            Game(
+                kind=lines[0]["kind"],
+                attempts=len(lines),
+                successes=sum(line["success"] for line in lines),
+                scores=tuple(scores),
+            )
+        )
+    return games
+
+
+def _without_games(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return `attempt_metrics` for results.json, whose games are the source of the tasks."""
+    return {name: value for name, value in metrics.items() if name != "games"}
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -117,6 +155,7 @@ def table(summary: dict[str, Any]) -> str:
         f"{summary['games']}, temperature {summary['temperature']:g}: "
         f"success {summary['success']:.1%} of {summary['episodes']} episodes "
         f"(95 % interval {summary['ci_low']:.1%} to {summary['ci_high']:.1%})",
+        *attempt_lines(summary),
         f"{summary['steps']:.1f} turns an episode, valid actions {summary['valid_actions']:.1%}; "
         f"{summary['calls']} calls, {summary['prompt_tokens']} prompt and "
         f"{summary['completion_tokens']} completion tokens{cost}; "
@@ -169,29 +208,31 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def success_of(won: Sequence[bool]) -> dict[str, float]:
-    """Return the share of episodes won, with its 95 % Wilson interval."""
-    low, high = wilson(sum(won), len(won))
-    return {"success": sum(won) / max(1, len(won)), "ci_low": low, "ci_high": high}
+def success_of(shares: Sequence[float]) -> dict[str, float]:
+    """Return the mean of the games' shares of attempts won, with its 95 % interval over games."""
+    low, high = share_interval(shares)
+    return {"success": sum(shares) / max(1, len(shares)), "ci_low": low, "ci_high": high}
 
 
-def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float]]:
-    """Return success, its interval and the number of games by kind. `episodes` are (kind, won).
+def kind_rows(games: Iterable[tuple[str, float]]) -> dict[str, dict[str, float]]:
+    """Return success, its interval and the number of games by kind.
+
+    `games` are (kind, share of attempts won), which is 0 or 1 if there was one attempt.
 
     Search QA's sets have the names and the order of the paper's Table 2, and a row "Avg." with the
     mean over these sets.
     """
-    won_by_name: dict[str, list[bool]] = {}
-    for kind, won in episodes:
+    shares_by_name: dict[str, list[float]] = {}
+    for kind, share in games:
         name = kind_name(kind)
-        won_by_name.setdefault(SETS.get(name, name), []).append(won)
+        shares_by_name.setdefault(SETS.get(name, name), []).append(share)
 
-    set_names = [name for name in SETS.values() if name in won_by_name]
-    other_names = sorted(won_by_name.keys() - set(SETS.values()))
+    set_names = [name for name in SETS.values() if name in shares_by_name]
+    other_names = sorted(shares_by_name.keys() - set(SETS.values()))
     rows: dict[str, dict[str, float]] = {}
     for name in [*set_names, *other_names]:
-        won_games = won_by_name[name]
-        rows[name] = success_of(won_games) | {"games": len(won_games)}
+        shares = shares_by_name[name]
+        rows[name] = success_of(shares) | {"games": len(shares)}
 
     if set_names:
         total = sum(rows[name]["success"] for name in set_names)

@@ -72,6 +72,11 @@ HOST_S = 1.6e-6
 
 Measured (bench/results/host_cpu.csv, host_part_cpu.csv).
 """
+TURN_S = 3.5e-6
+"""Seconds of a core per turn of all ranks, on each rank: its numbers, and the placement of its rows.
+
+Measured as one of 512 ranks (bench/results/exchange_simulated.csv).
+"""
 
 # Turns as `paw profile --synthetic` draws them. "Measured" means in generated full-size games of
 # ALFWorld.
@@ -96,7 +101,8 @@ SOURCES = {
     "step": "published: 0.27 s; assumed: half the memory's rate",
     "sync": "published: to servers 8.3 GB/s by NCCL, 1.6 to files; assumed: 25 into the process's "
     "own engine",
-    "host": "measured: 1.5 us a token on a CPU core, for the tokens that a rank holds",
+    "host": "measured: 1.6 us a token on a CPU core, for the tokens that a rank holds, and 3.5 us a "
+    "turn of all ranks",
     "checkpoint": "published: 1.6 GB/s of a host; assumed: 25 of a rank, if --host-gib holds a "
     "copy; by run.save_every",
 }
@@ -307,9 +313,15 @@ class Plan(Memory):
             "update": epochs * (learning_s + offloaded),
             "step": steps * (STEP_S + state_s + weights_s),
             "sync": self._sync(),
-            "host": turns * tokens * HOST_S,
+            "host": sum(self.host_seconds()),
             "checkpoint": checkpoint_s / config.run.save_every if config.run.save_every else 0.0,
         }
+
+    def host_seconds(self) -> tuple[float, float]:
+        """Return the seconds of a rank's core for (the tokens it holds, the numbers of all turns)."""
+        turns = self.play.episodes * self.play.turns
+        tokens_of_rank = turns / self.N * (self.play.length + self.play.observation)
+        return tokens_of_rank * HOST_S, turns * TURN_S
 
     def _eager_seconds(self) -> tuple[float, float]:
         """Return the extra seconds of eager layers for a token, (forward, backward); 0 if fused."""

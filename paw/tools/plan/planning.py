@@ -234,6 +234,12 @@ def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Itera
             f"{best.N} cards train on {minibatch} turns a step, so {best.N - minibatch} have nothing"
             f" to do: --optim.minibatch_samples {best.N} or more (docs/scale.md#the-next-wall)"
         )
+    own_s, everyones_s = best.host_seconds()
+    if own_s < everyones_s:
+        yield (
+            f"host: {everyones_s:.2f} s an update for the numbers of all turns, which more cards do"
+            f" not make less, and {own_s:.2f} s for a card's own tokens (docs/scale.md#the-next-wall)"
+        )
     if best.hosts > 1 and any(plan.config.engine.gpus for plan in (best, *quicker)):
         yield (
             "on several machines start servers by hand:"

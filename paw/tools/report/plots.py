@@ -182,6 +182,54 @@ def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
 
 
 @styled
+def pass_at_k(runs: Sequence[Run], size: Size) -> Figure | None:
+    """Draw pass@k over k with its interval: first and last evaluation of a single run, or the last
+    of each run.
+
+    Returns None if no run has several attempts at each game.
+    """
+    curves = []  # (label, colour, dash pattern, run, step)
+    for index, run in enumerate(runs):
+        steps, _ = run.series("eval/pass_at_2")
+        if not steps:
+            continue
+        colour, dash = look(index)
+        if len(runs) > 1:
+            curves.append((printable(run.name), colour, dash, run, steps[-1]))
+            continue
+        if len(steps) > 1:
+            curves.append((f"update {steps[0]}", SKY, "-", run, steps[0]))
+        curves.append((f"update {steps[-1]}", BLUE, "-", run, steps[-1]))
+    if not curves:
+        return None
+
+    figure, axes = _axes(size)
+    ticks: set[int] = set()
+    for label, colour, dash, run, step in curves:
+        values = run.attempts_at(step)
+        ticks |= values.keys()
+        low = [100 * interval[0] for _, interval in values.values()]
+        high = [100 * interval[1] for _, interval in values.values()]
+        axes.fill_between(list(values), low, high, color=colour, alpha=0.16, linewidth=0)
+        axes.plot(
+            list(values),
+            [100 * value for value, _ in values.values()],
+            color=colour,
+            linestyle=dash,
+            linewidth=2,
+            marker="o",
+            markersize=3.6,
+            label=label,
+        )
+
+    axes.set(xlabel="Attempts k", ylabel="pass@k (%)", ylim=(0, 100), xscale="log")
+    axes.set_xticks(sorted(ticks), [str(k) for k in sorted(ticks)])
+    axes.set_xticks([], minor=True)
+    legend(axes)
+    return figure
+
+
+@styled
 def metric(
     runs: Sequence[Run], key: str, label: str, size: Size, *, percent: bool = False
 ) -> Figure | None:

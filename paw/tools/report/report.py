@@ -1,16 +1,21 @@
 """`paw report`: an HTML page that shows what a run learnt and did, and at what cost.
 
-Given several runs, it compares them. The page is self-contained: inline CSS and SVG, no script,
-nothing fetched. A content security policy enforces this, because part of the text comes from
-environments and models. The template, report.html.j2, escapes all text.
+Given several runs, it compares them. The page is self-contained: inline CSS, SVG and scripts, nothing
+fetched. A content security policy enforces this, because part of the text comes from environments
+and models: only the page's own scripts run, known by their digest. The template, report.html.j2,
+escapes all text. `paw view` serves the same page while a run goes on, see `Live`.
 """
 
 import argparse
-import difflib
+import base64
+import hashlib
 import html
+import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,18 +27,15 @@ from paw.errors import clean
 from paw.io.files import write_file, writing
 from paw.metric_list import METRICS, Metric
 from paw.tools.report import plots
+from paw.tools.report.episodes import PAGE_BYTES, EpisodeIndex, embedded
 from paw.tools.report.rundir import Run, load_run
 
 TAIL = 10
 """Number of updates averaged for the first and last columns of the table."""
-PER_END = 3
-"""Number of episodes shown of the first and of the last sampled update."""
-EPISODE_CHARS = 100_000
-"""Most characters of an episode's texts. This keeps the page small."""
 TEXT_CHARS = 4_000
 """Most characters of one text."""
-MAX_TOKENS = 600
-"""Most shaded tokens per observation."""
+FOLDER = Path(__file__).parent
+"""The template, styles and scripts of the page."""
 
 
 def _metrics_of(section: str) -> list[Metric]:
@@ -74,6 +76,9 @@ def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
     folder is not writable.
     """
     runs = [load_run(path) for path in run_dirs]
+    indices = [EpisodeIndex(path) for path in run_dirs]
+    for index in indices:
+        index.update()
     if not out:
         out = run_dirs[0]
         if len(runs) > 1:
@@ -81,24 +86,80 @@ def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
     page = out / "report.html"
     with writing(f"the report to {out}", "; choose another folder with --out"):
         (out / "plots").mkdir(parents=True, exist_ok=True)
-        write_file(page, _page(runs, out / "plots").encode(errors="replace"))
+        text = render(runs, indices, plots_dir=out / "plots")
+        write_file(page, text.encode(errors="replace"))
     return page
 
 
-def _page(runs: Sequence[Run], plots_dir: Path) -> str:
-    """Return the HTML of the page. Also saves the figures as PNG in `plots_dir`."""
+@dataclass(frozen=True)
+class Live:
+    """What a page that `paw view` serves needs to follow its runs."""
+
+    urls: Sequence[str]
+    """Where the page asks for each run's changes and episodes."""
+    versions: Sequence[str]
+    """What each run's metrics were when the page was made."""
+
+
+def render(
+    runs: Sequence[Run],
+    indices: Sequence[EpisodeIndex],
+    *,
+    plots_dir: Path | None = None,
+    live: Live | None = None,
+) -> str:
+    """Return the HTML of the page.
+
+    The figures are also saved as PNG in `plots_dir`, if given. A live page has no episodes in it,
+    because it asks for them.
+    """
     run = runs[0]
     single = len(runs) == 1
     title = run.name if single else f"{len(runs)} runs compared"
-    has_world_model = run.config.get("wm.enabled", True)
-    masks_tokens = has_world_model and run.config.get("wm.loss", "cmae") == "cmae"
-    episodes = []
-    if single:
-        episodes = [shown_episode(sample) for sample in pick_episodes(run.samples)]
+    scripts = [_text("episodes.js")]
+    if live:
+        scripts.append(_text("live.js"))
 
-    folder = Path(__file__).parent
+    return (
+        _templates()
+        .get_template("report.html.j2")
+        .render(
+            title=title,
+            css=_text("report.css"),
+            policy=_policy(scripts, live=live is not None),
+            scripts=scripts,
+            episode_data=_episode_data(runs, indices, live),
+            is_live=live is not None,
+            run=run,
+            runs=runs,
+            single=single,
+            colours=[plots.CSS_NAMES[colour] for colour in plots.PALETTE],
+            facts=_facts(run, damaged=run.unreadable + indices[0].damaged),
+            galleries=_galleries(runs, plots_dir),
+            sections=SECTIONS,
+            logged={key for run in runs for key in run.metrics},
+            count=min(TAIL, max(run.updates for run in runs)),
+            differences=_differences(runs),
+        )
+    )
+
+
+def render_list(entries: Sequence[tuple[str, str, float]], *, folder: str) -> str:
+    """Return the HTML of a list of runs: (name, address, when it was last written to)."""
+    rows: list[tuple[str, str, str]] = []
+    for name, url, changed_at in entries:
+        written = datetime.fromtimestamp(changed_at, UTC).isoformat(" ", "minutes")
+        rows.append((name, url, written.replace("+00:00", " UTC")))
+    return (
+        _templates()
+        .get_template("list.html.j2")
+        .render(css=_text("report.css"), rows=rows, folder=folder)
+    )
+
+
+def _templates() -> jinja2.Environment:
     templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
+        loader=jinja2.FileSystemLoader(FOLDER),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -110,22 +171,50 @@ def _page(runs: Sequence[Run], plots_dir: Path) -> str:
     templates.filters["summary_line"] = _summary_line
     templates.filters["clip"] = clip
     templates.filters["total"] = _total
-    return templates.get_template("report.html.j2").render(
-        title=title,
-        css=(folder / "report.css").read_text(encoding="utf-8"),
-        run=run,
-        runs=runs,
-        single=single,
-        colours=[plots.CSS_NAMES[colour] for colour in plots.PALETTE],
-        facts=_facts(run),
-        galleries=_galleries(runs, plots_dir),
-        sections=SECTIONS,
-        logged={key for run in runs for key in run.metrics},
-        count=min(TAIL, max(run.updates for run in runs)),
-        rho=run.config.get("wm.rho") if masks_tokens else None,
-        episodes=episodes,
-        differences=_differences(runs),
-    )
+    return templates
+
+
+def _text(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def _policy(scripts: Sequence[str], *, live: bool) -> str:
+    """Return the content security policy, which allows the page's own scripts by their digest."""
+    digests = []
+    for script in scripts:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        digests.append(f"'sha256-{digest}'")
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    policy += f"script-src {' '.join(digests)}; base-uri 'none'; form-action 'none'"
+    return f"{policy}; connect-src 'self'" if live else policy
+
+
+def _episode_data(runs: Sequence[Run], indices: Sequence[EpisodeIndex], live: Live | None) -> str:
+    """Return the data of the episodes' table as JSON that is safe inside a <script> element."""
+    shown_runs: list[dict[str, Any]] = []
+    for number, (run, index) in enumerate(zip(runs, indices, strict=True)):
+        rows, details = ([], {}) if live else embedded(index, PAGE_BYTES // len(runs))
+        shown_runs.append({
+            "name": clean(run.name),
+            "rho": _rho(run),
+            "rows": rows,
+            "details": details,
+            "left_out": 0 if live else len(index.rows) - len(rows),
+            "generation": index.generation,
+            "url": live.urls[number] if live else "",
+            "version": live.versions[number] if live else "",
+        })  # fmt: skip
+    data = {"live": live is not None, "runs": shown_runs}
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _rho(run: Run) -> float | None:
+    """Return the probability up to which the world-model loss acts on a token (CMAE), or None."""
+    has_world_model = run.config.get("wm.enabled", True)
+    if not has_world_model or run.config.get("wm.loss", "cmae") != "cmae":
+        return None
+    rho = run.config.get("wm.rho", 0.2)
+    return rho if type(rho) in (int, float) else None
 
 
 def _printable(value: Any) -> Any:
@@ -142,10 +231,10 @@ Gallery = tuple[str, str, str, list[dict[str, Any]]]
 """A section of figures for the template: (title, lead, layout, figures)."""
 
 
-def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
+def _galleries(runs: Sequence[Run], plots_dir: Path | None) -> Iterator[Gallery]:
     """Yield the sections of figures, one at a time.
 
-    Every figure that has data is drawn, and also saved as PNG.
+    Every figure that has data is drawn, and also saved as PNG if there is a folder for it.
     """
     single = len(runs) == 1
 
@@ -153,6 +242,7 @@ def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
         plots_dir,
         ("learning_curve", "Success over training", plots.learning_curve(runs, (4.8, 3.04))),
         ("success_by_kind", "Success by task type", plots.success_by_kind(runs, (3.6, 3.4))),
+        ("pass_at_k", "Success in k attempts (pass@k)", plots.pass_at_k(runs, (4.8, 3.04))),
     )
     yield "Learning", "", "pair-wide", learning
 
@@ -166,9 +256,12 @@ def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
 
 
 def _saved_figures(
-    plots_dir: Path, *named_figures: tuple[str, str, Figure | None], aside: str = "", note: str = ""
+    plots_dir: Path | None,
+    *named_figures: tuple[str, str, Figure | None],
+    aside: str = "",
+    note: str = "",
 ) -> list[dict[str, Any]]:
-    """Save the figures as PNG. Returns them for the template.
+    """Save the figures as PNG, if there is a folder. Returns them for the template.
 
     Each is (file name, title, figure or None for no data).
     """
@@ -177,9 +270,10 @@ def _saved_figures(
         if not figure:
             continue
         svg = plots.to_svg(figure, name, html.escape(_printable(title)))
-        figure.set_layout_engine("none")  # the SVG has laid it out, which is half the work
-        save_png = partial(plots.styled(figure.savefig), dpi=150, facecolor="white")
-        write_file(plots_dir / f"{name}.png", save_png)
+        if plots_dir:
+            figure.set_layout_engine("none")  # the SVG has laid it out, which is half the work
+            save_png = partial(plots.styled(figure.savefig), dpi=150, facecolor="white")
+            write_file(plots_dir / f"{name}.png", save_png)
         saved.append({"title": title, "svg": svg, "aside": aside, "note": note})
     return saved
 
@@ -197,7 +291,9 @@ def _kind_curves(runs: Sequence[Run]) -> list[tuple[str, str, Figure | None]]:
     return curves
 
 
-def _metric_figures(runs: Sequence[Run], section: str, plots_dir: Path) -> list[dict[str, Any]]:
+def _metric_figures(
+    runs: Sequence[Run], section: str, plots_dir: Path | None
+) -> list[dict[str, Any]]:
     """Return the charts of a section of metrics, for a single run with first and last mean."""
     figures = []
     if section == "Cost":
@@ -257,8 +353,11 @@ def _parameter_count(count: object) -> str:
     return ""
 
 
-def _facts(run: Run) -> dict[str, str]:
-    """Return the facts beside the headline, by label. Unknown ones are left out."""
+def _facts(run: Run, *, damaged: int) -> dict[str, str]:
+    """Return the facts beside the headline, by label. Unknown ones are left out.
+
+    `damaged` is the number of lines of its logs that cannot be read.
+    """
     info = run.info
     updates = str(run.updates)
     planned = run.config.get("run.updates")
@@ -286,9 +385,9 @@ def _facts(run: Run) -> dict[str, str]:
         if total:
             health.append(f"{total:g} {metric.label.lower()}")
 
-    damaged = ""
-    if run.unreadable:
-        damaged = f"{run.unreadable} unreadable line{'s' if run.unreadable > 1 else ''} left out"
+    damaged_text = ""
+    if damaged:
+        damaged_text = f"{damaged} unreadable line{'s' if damaged > 1 else ''} left out"
 
     facts = {
         "Updates": updates,
@@ -303,7 +402,7 @@ def _facts(run: Run) -> dict[str, str]:
         "Games": str(info.get("games") or ""),
         "Started": str(info.get("started") or ""),
         "Health": ", ".join(health),
-        "Damaged log": damaged,
+        "Damaged log": damaged_text,
     }
     return {label: value for label, value in facts.items() if value}
 
@@ -367,111 +466,6 @@ def _duration(seconds: object) -> str:
     if minutes:
         return f"{minutes} min {remaining_seconds} s"
     return f"{remaining_seconds} s"
-
-
-def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return up to PER_END samples of the first sampled update, and as many of the last.
-
-    They are from the same tasks if possible. The page opens with the first one of the last update,
-    in which "open" is true.
-    """
-    complete = []
-    for sample in samples:
-        if type(sample.get("step")) is int and isinstance(sample.get("turns"), list):
-            complete.append(sample)
-    steps = sorted(sample["step"] for sample in complete)
-    early = [sample for sample in complete if sample["step"] == steps[0]][:PER_END]
-    late = [sample for sample in complete if sample["step"] == steps[-1] > steps[0]]
-
-    early_tasks = {str(sample.get("task")) for sample in early}
-    late.sort(key=lambda sample: str(sample.get("task")) not in early_tasks)
-    late = late[:PER_END]
-    open_index = len(early) if late else 0
-    return [sample | {"open": i == open_index} for i, sample in enumerate(early + late)]
-
-
-def shown_episode(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page shows of a line of samples.jsonl.
-
-    Any part of the line may be missing or have another type.
-    """
-    turns = [turn for turn in sample["turns"] if isinstance(turn, dict)]
-    shown_turns: list[dict[str, Any]] = []
-    characters = 0
-    for turn in turns:
-        if characters > EPISODE_CHARS:
-            break
-        shown = _shown_turn(turn)
-        shown_turns.append(shown)
-        characters += sum(len(text) for text, _ in shown["tokens"]) + 50 * len(shown["tokens"])
-        characters += sum(len(clip(shown[key])) for key in ("prompt", "response", "action"))
-
-    total = sample["length"] if type(sample.get("length")) is int else len(turns)
-    defaults = {"task": "", "kind": "", "won": None, "return": None}
-    return defaults | sample | {"total": total, "turns": shown_turns}
-
-
-def _shown_turn(turn: dict[str, Any]) -> dict[str, Any]:
-    """Return a turn for the template: texts, observation in shaded tokens, and prediction."""
-    shown: dict[str, Any] = {}
-    for key in ("prompt", "action", "response", "observation"):
-        shown[key] = str(turn.get(key) or "")
-    for key in ("selected", "valid", "entropy"):
-        shown[key] = turn.get(key)
-
-    observation = shown["observation"]
-    shown["tokens"] = list(
-        _shaded(observation, turn.get("observation_tokens"), turn.get("observation_token_p"))
-    )
-    shown["predicted"] = None
-    shown["exact"] = False
-    prediction = turn.get("predicted")
-    if prediction is not None:
-        shown["predicted"] = list(_compared(str(prediction), observation))
-        shown["exact"] = str(prediction).strip() == observation.strip()
-    return shown
-
-
-def _compared(predicted: str, observation: str) -> Iterator[tuple[str, bool]]:
-    """Yield the greedy prediction in pieces: (text, whether the real observation differs)."""
-    predicted_words = _words(predicted)
-    matcher = difflib.SequenceMatcher(None, predicted_words, _words(observation), autojunk=False)
-    for tag, low, high, _, _ in matcher.get_opcodes():
-        if low < high:
-            yield "".join(predicted_words[low:high]), tag != "equal"
-
-
-def _words(text: str) -> list[str]:
-    """Split a text into words and the spaces between them."""
-    return re.findall(r"\s+|\S+", clip(text.strip()))
-
-
-def _shaded(
-    observation: str, tokens: Any, probabilities: Any
-) -> Iterator[tuple[str, float | None]]:
-    """Yield the observation in pieces: (text, its probability if it is a token that has one)."""
-    end = 0  # end of the part of the observation that has been yielded
-    if isinstance(tokens, list) and isinstance(probabilities, list):
-        for token, probability in zip(tokens[:MAX_TOKENS], probabilities, strict=False):
-            text = str(token).replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
-            if not observation.startswith(text, end):
-                # Word-level tokens come without their spaces. Find the token nearby, and show the
-                # space before it.
-                text = text.strip() or text
-
-            start = observation.find(text, end, end + len(text) + 16)
-            if start >= 0:
-                gap = observation[end:start]
-                if gap.isspace():
-                    yield gap, None
-                end = start + len(text)
-
-            is_probability = type(probability) in (int, float) and 0 <= probability <= 1
-            yield text, probability if is_probability else None
-
-    remainder = observation[end:]
-    if remainder:
-        yield clip(remainder), None
 
 
 def clip(text: object) -> str:

@@ -3,6 +3,7 @@
 Files that a crash left half-written are read as far as possible.
 """
 
+import re
 import sys
 import tomllib
 from contextlib import suppress
@@ -14,6 +15,7 @@ from paw.config.keys import flatten
 from paw.errors import UserError, masked
 from paw.io.files import json_object, text_of, update_of
 from paw.rundir.record import read_info
+from paw.tools.report.lines import LineFile
 
 Series = tuple[list[int], list[float]]
 """Steps (updates) in increasing order, and the value at each step."""
@@ -27,14 +29,13 @@ class Run:
     metrics: dict[str, dict[int, float]]
     """Values by name and step, with steps in increasing order. Only finite numbers count. If a
     resumed run wrote a step twice, the later value counts."""
-    samples: list[dict[str, Any]]
     config_text: str
     config: dict[str, Any]
     """config.toml as dotted keys; {} if it cannot be read."""
     info: dict[str, Any]
     """run.json."""
     unreadable: int
-    """Lines of metrics.jsonl and samples.jsonl that were not JSON objects."""
+    """Lines of metrics.jsonl that were not JSON objects."""
 
     def series(self, key: str) -> Series:
         """Return the steps and values of a metric; both are empty if it was not logged."""
@@ -55,10 +56,24 @@ class Run:
         """Return the value at one step, or None if it was not logged."""
         return self.metrics.get(key, {}).get(step)
 
+    def attempts_at(self, step: int) -> dict[int, tuple[float, tuple[float, float]]]:
+        """Return pass@k of the evaluation of a step and its interval, by k in increasing order."""
+        values: dict[int, tuple[float, tuple[float, float]]] = {}
+        for key in self.metrics:
+            match = re.fullmatch(r"eval/pass_at_([1-9][0-9]{0,5})", key)
+            value = self.at(key, step)
+            if match and value is not None:
+                low = self.at(f"{key}_low", step)
+                high = self.at(f"{key}_high", step)
+                interval = (value if low is None else low, value if high is None else high)
+                values[int(match[1])] = value, interval
+        return dict(sorted(values.items()))
+
     @property
     def updates(self) -> int:
         """Return the number of updates done, as far as the metrics tell."""
-        return max(step for by_step in self.metrics.values() for step in by_step)
+        steps = (step for by_step in self.metrics.values() for step in by_step)
+        return max(steps, default=0)
 
     @property
     def finished(self) -> bool:
@@ -78,33 +93,65 @@ class Run:
         return names[:12]
 
 
+class RunReader:
+    """Reads a run directory again and again while the run goes on.
+
+    Of metrics.jsonl, only what was appended is read. All files may be missing or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._file = LineFile(directory / "metrics.jsonl")
+        self._lines: list[dict[str, Any]] = []
+        self._unreadable = 0
+
+    def read(self) -> Run:
+        """Return the run as it is now."""
+        is_rewritten, new_lines = self._file.read_new()
+        if is_rewritten:
+            self._lines = []
+            self._unreadable = 0
+        for _, line in new_lines:
+            record = json_object(line)
+            if record is not None:
+                self._lines.append(record)
+            elif line.strip():
+                self._unreadable += 1
+
+        lines = list(self._lines)
+        unreadable = self._unreadable
+        if self._file.incomplete_line:
+            record = json_object(self._file.incomplete_line)
+            lines += [record] if record is not None else []
+            unreadable += record is None
+
+        # An older version wrote passwords.
+        config_text = masked(text_of(self.directory / "config.toml"))
+        config: dict[str, Any] = {}
+        with suppress(ValueError, RecursionError):
+            config = flatten(tomllib.loads(config_text))
+        return Run(
+            name=self.directory.resolve().name,
+            metrics=_series_of_metrics(lines),
+            config_text=config_text,
+            config=config,
+            info=read_info(self.directory),
+            unreadable=unreadable,
+        )
+
+
 def load_run(run_dir: Path) -> Run:
     """Read `run_dir`. All files except metrics.jsonl may be missing or damaged.
 
     Raises UserError if it has no metrics.
     """
     path = _metrics_file(run_dir)
-    lines, unreadable_metrics = _json_lines(path)
-    metrics = _series_of_metrics(lines)
-    if not metrics:
+    run = RunReader(run_dir).read()
+    if not run.metrics:
         raise UserError(
             f"{path}: no metrics in it; the run stopped before its first update was logged"
         )
-
-    samples, unreadable_samples = _json_lines(run_dir / "samples.jsonl")
-    config_text = masked(text_of(run_dir / "config.toml"))  # an older version wrote passwords
-    config: dict[str, Any] = {}
-    with suppress(ValueError, RecursionError):
-        config = flatten(tomllib.loads(config_text))
-    return Run(
-        name=run_dir.resolve().name,
-        metrics=metrics,
-        samples=samples,
-        config_text=config_text,
-        config=config,
-        info=read_info(run_dir),
-        unreadable=unreadable_metrics + unreadable_samples,
-    )
+    return run
 
 
 def _series_of_metrics(lines: list[dict[str, Any]]) -> dict[str, dict[int, float]]:

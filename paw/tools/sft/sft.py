@@ -108,9 +108,9 @@ def fine_tune(
 
 def _batches(
     rows: Sequence[Sample], optim: OptimConfig, *, epochs: int, run_seed: int
-) -> list[list[Sample]]:
+) -> list[Sequence[Sample]]:
     """Return the mini-batches of all epochs. Each epoch has its own order of the rows."""
-    batches: list[list[Sample]] = []
+    batches: list[Sequence[Sample]] = []
     for epoch in range(epochs):
         seed = run_seed * 1_000_003 + epoch
         batches += minibatches(rows, size=optim.minibatch_samples, seed=seed)

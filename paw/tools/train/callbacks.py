@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from paw.algo.loss import log_probs
 from paw.algo.packing import Packing
+from paw.episode_log import rounded
 from paw.errors import UserError
 from paw.metric_list import METRICS
 from paw.rollouts.continuation import ids_of
 from paw.rollouts.engines.base import Request
 from paw.rollouts.success import success_text
+from paw.rollouts.text.pieces import TokenTexts
 from paw.types import Group, Sample, Trajectory, Values, as_ids
 
 if TYPE_CHECKING:
@@ -125,6 +127,7 @@ def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
         for completion in run.engine.step():
             predictions[-1 - completion.key] = chat.decode(completion.token_ids)
 
+    texts = TokenTexts(chat.raw_text)
     turn_records = [
         {
             "prompt": turn.prompt,
@@ -134,6 +137,9 @@ def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
             "observation": turn.outcome.observation,
             "predicted": predictions.get(i),
             "entropy": _mean(turn.entropy),
+            "tokens": texts.of(turn.response_ids.tolist()),
+            "logp": rounded(turn.sampled_logp, digits=3),
+            "token_entropy": None if turn.entropy is None else rounded(turn.entropy, digits=3),
             "observation_token_p": probabilities.get(i, []),
             "observation_tokens": [chat.decode([token]) for token in targets[i]],
         }

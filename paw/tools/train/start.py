@@ -9,6 +9,7 @@ from paw.distributed.launcher import die_with_launcher, launch
 from paw.envs import make_factory
 from paw.errors import UserError, to_stderr, to_stdout
 from paw.io.hub import check_hub
+from paw.io.imports import no_collections
 from paw.rundir.run_lock import check_free, run_names
 from paw.tools.reference import explain
 
@@ -36,7 +37,8 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if options.gpus != 1:
         return _launch(options, overrides, config)
 
-    from paw.tools.train.train import train  # loads torch, which the checks above do without
+    with no_collections():
+        from paw.tools.train.train import train  # loads torch, which the checks above do without
 
     report = train(config, resume=options.resume, numbered=numbered)
     if os.environ.get("RANK", "0") == "0" and report.is_file():

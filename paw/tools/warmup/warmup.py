@@ -44,8 +44,6 @@ from paw.types import Sample
 
 MADE_BY = (__file__, quickstart.__file__, expert_play.__file__, supervised_step.__file__)
 """Files whose content is part of the cached model's key."""
-CORPUS_TURNS = 12_000
-"""Number of turns of expert play from which the tokenizer is learnt."""
 CORPUS_STRAYS = 0.05
 """Share of stray actions in those turns. The tokenizer needs words for the answers to them too."""
 OVERSHOOT = 0.2
@@ -119,7 +117,8 @@ def _warm_up(
 ) -> None:
     """Make the model and write it to `folder`, with a summary in warmup.json."""
     started = time.monotonic()
-    report(f"warm-up: {CORPUS_TURNS:,} turns of expert play, whose words are the vocabulary")
+    turns = config.warmup.corpus_turns
+    report(f"warm-up: {turns:,} turns of expert play, whose words are the vocabulary")
     tokenizer = _learn_tokenizer(config, factory)
     lm = quickstart.build_model(tokenizer, config.warmup)
     report(
@@ -155,7 +154,7 @@ def _learn_tokenizer(config: Config, factory: EnvFactory) -> PreTrainedTokenizer
         random_actions=config.warmup.random_actions,
         stray_actions=CORPUS_STRAYS,
     )
-    corpus = list(islice(turns, CORPUS_TURNS))
+    corpus = list(islice(turns, config.warmup.corpus_turns))
     return quickstart.build_tokenizer(
         prompts=[context_text(turn.prompt) for turn in corpus],
         actions={choice for turn in corpus for choice in turn.choices},

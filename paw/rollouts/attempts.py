@@ -1,0 +1,222 @@
+"""Several attempts at each evaluation game: pass@k and best-of-k, with intervals over games.
+
+pass@k is the chance that at least one of k attempts at a game succeeds. It is estimated without
+bias from n >= k attempts (Chen et al. 2021, arXiv 2107.03374, Eq. (1)). Best-of-k is the expected
+highest score of k attempts. Attempts at a game are not independent of one another, so intervals
+come from resampling games, never attempts.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paw.envs.base import kind_name
+from paw.rollouts.success import kinds, success_metrics, wilson
+from paw.types import Group, Trajectory
+
+RESAMPLES = 2_000
+"""Bootstrap samples of an interval."""
+BLOCK = 1 << 20
+"""Most numbers of bootstrap samples that are in memory at once."""
+SEED = 0
+"""Seed of the bootstrap, so that the same episodes always have the same interval."""
+
+
+@dataclass(frozen=True)
+class Game:
+    """The attempts at one game."""
+
+    kind: str
+    attempts: int
+    successes: int
+    scores: tuple[float, ...]
+    """The score of each attempt: the environment's own score in [0, 1], or the return if it has
+    none."""
+
+    @property
+    def success(self) -> float:
+        """The share of attempts that succeeded."""
+        return self.successes / self.attempts
+
+
+def pass_at(k: int, *, attempts: int, successes: int) -> float:
+    """Return the chance that k attempts, drawn without replacement, include a success.
+
+    This is 1 - C(n - c, k) / C(n, k) for n attempts with c successes, the unbiased estimator of
+    pass@k (arXiv 2107.03374, Eq. (1)). Raises ValueError for k outside 1 to n.
+
+    >>> pass_at(2, attempts=4, successes=1)
+    0.5
+    """
+    if not 1 <= k <= attempts:
+        raise ValueError(f"k must be from 1 to the {attempts} attempts, got {k}")
+    return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
+
+
+def best_of(k: int, scores: Sequence[float]) -> float:
+    """Return the expected highest of k scores, drawn without replacement.
+
+    The i-th lowest of n scores is the highest in C(i - 1, k - 1) of the C(n, k) draws. Raises
+    ValueError for k outside 1 to n.
+
+    >>> best_of(2, [0.0, 0.5, 1.0])
+    0.8333333333333334
+    """
+    n = len(scores)
+    if not 1 <= k <= n:
+        raise ValueError(f"k must be from 1 to the {n} scores, got {k}")
+    total = 0.0
+    for rank, score in enumerate(sorted(scores), start=1):
+        total += score * math.comb(rank - 1, k - 1)
+    return total / math.comb(n, k)
+
+
+def sizes(attempts: int) -> list[int]:
+    """Return the values of k that are reported: 1, 2, 4, ... and the number of attempts.
+
+    >>> sizes(6)
+    [1, 2, 4, 6]
+    """
+    powers = [1 << exponent for exponent in range(attempts.bit_length())]
+    return sorted({*powers, attempts} & set(range(1, attempts + 1)))
+
+
+def share_interval(shares: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of a share of each game.
+
+    It is the Wilson interval if each share is 0 or 1, as with one attempt at each game. Otherwise
+    it is a bootstrap over games. One game has no spread over games: its interval is (0, 1).
+    """
+    if all(share in (0.0, 1.0) for share in shares):
+        return wilson(round(sum(shares)), len(shares))
+    if len(shares) < 2:
+        return 0.0, 1.0
+    return bootstrap(shares)
+
+
+def bootstrap(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 2.5 % and 97.5 % percentiles of the mean over resampled `values`.
+
+    The values are those of games, at least one. The result is the same at every call.
+    """
+    array = np.asarray(values, np.float64)
+    n = len(array)
+    rng = np.random.default_rng(SEED)
+    block = max(1, BLOCK // n)
+    means: list[np.ndarray] = []
+    for start in range(0, RESAMPLES, block):
+        count = min(block, RESAMPLES - start)
+        means.append(array[rng.integers(n, size=(count, n))].mean(axis=1))
+    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def games_of(groups: Sequence[Group], failed: Sequence[Trajectory], attempts: int) -> list[Game]:
+    """Return the games of an evaluation with `attempts` at each.
+
+    An attempt without a trajectory in its group has failed: it counts as not successful and has
+    the score 0. Games of which every attempt failed are known from `failed` alone.
+    """
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    has_scores = any(episode.summary.score is not None for episode in episodes)
+    games: list[Game] = []
+    failures = Counter(trajectory.task.id for trajectory in failed)
+    kinds = {trajectory.task.id: kind_name(trajectory.task.kind) for trajectory in failed}
+
+    for group in groups:
+        scores: list[float] = []
+        for trajectory in group.trajectories:
+            summary = trajectory.summary
+            scores.append((summary.score or 0.0) if has_scores else summary.episode_return)
+        missing = attempts - len(scores)
+        failures[group.task.id] -= missing
+        games.append(
+            Game(
+                kind=kind_name(group.task.kind),
+                attempts=attempts,
+                successes=sum(trajectory.won for trajectory in group.trajectories),
+                scores=(*scores, *[0.0] * missing),
+            )
+        )
+
+    for task_id, count in failures.items():
+        for _ in range(count // attempts):  # a task may have been drawn more than once
+            game = Game(kinds.get(task_id, ""), attempts, successes=0, scores=(0.0,) * attempts)
+            games.append(game)
+    return games
+
+
+def evaluation_metrics(
+    groups: list[Group], failed: Sequence[Trajectory], *, attempts: int
+) -> dict[str, Any]:
+    """Return `success_metrics` of an evaluation with `attempts` at each game.
+
+    With several attempts, games is the number of games, success with its interval is over games,
+    and pass@k and best-of-k are added (`attempt_metrics`).
+    """
+    metrics = success_metrics(groups, failed)
+    if attempts > 1:
+        metrics |= attempt_metrics(games_of(groups, failed, attempts))
+    return metrics
+
+
+def shares_by_kind(
+    groups: list[Group], failed: Sequence[Trajectory], *, attempts: int
+) -> list[tuple[str, float]]:
+    """Return (kind of task, share of attempts that succeeded) of every game."""
+    if attempts > 1:
+        return [(game.kind, game.success) for game in games_of(groups, failed, attempts)]
+    return [(kind, float(won)) for kind, won in kinds(groups, failed)]
+
+
+def attempt_metrics(games: Sequence[Game]) -> dict[str, Any]:
+    """Return success with its interval, pass@k and best-of-k of games with several attempts.
+
+    The keys are games, attempts, success, ci_low and ci_high, and for every k of `sizes` pass_at_k,
+    pass_at_k_low, pass_at_k_high, and the same for best_at_k, whose interval is absent if there is
+    one game. Only games with at least k attempts count for k. Returns {} without games.
+    """
+    if not games:
+        return {}
+    shares = [game.success for game in games]
+    low, high = share_interval(shares)
+    most = max(game.attempts for game in games)
+    metrics: dict[str, Any] = {
+        "games": float(len(games)),
+        "attempts": float(most),
+        "success": sum(shares) / len(shares),
+        "ci_low": low,
+        "ci_high": high,
+    }
+    for k in sizes(most):
+        counted = [game for game in games if game.attempts >= k]
+        passes = [pass_at(k, attempts=g.attempts, successes=g.successes) for g in counted]
+        metrics[f"pass_at_{k}"] = sum(passes) / len(passes)
+        metrics[f"pass_at_{k}_low"], metrics[f"pass_at_{k}_high"] = share_interval(passes)
+
+        scores = [best_of(k, game.scores) for game in counted]
+        metrics[f"best_at_{k}"] = sum(scores) / len(scores)
+        if len(scores) > 1:
+            metrics[f"best_at_{k}_low"], metrics[f"best_at_{k}_high"] = bootstrap(scores)
+    return metrics
+
+
+def attempt_lines(metrics: dict[str, Any]) -> list[str]:
+    """Return pass@k and best-of-k of `attempt_metrics` as text, one line for each k."""
+    lines: list[str] = []
+    for k in sizes(round(metrics.get("attempts", 0))):
+        name = f"pass_at_{k}"
+        if name not in metrics:
+            continue
+        low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
+        line = f"  pass@{k:<4} {metrics[name]:6.1%} ({low:.1%} to {high:.1%})"
+        best = f"best_at_{k}"
+        line += f"   best of {k:<4} {metrics[best]:.3f}"
+        if f"{best}_low" in metrics:
+            line += f" ({metrics[f'{best}_low']:.3f} to {metrics[f'{best}_high']:.3f})"
+        lines.append(line)
+    return lines
