@@ -89,7 +89,8 @@ class Run:
         """
         prefix = "eval/success_"
         names = [key.removeprefix(prefix) for key in self.metrics if key.startswith(prefix)]
-        names.sort(key=lambda name: f"eval/ci_low_{name}" not in self.metrics)
+        interval = "eval/ci_low"
+        names.sort(key=lambda name: f"{interval}_{name}" not in self.metrics)
         return names[:12]
 
 
