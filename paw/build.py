@@ -23,6 +23,7 @@ from paw.distributed.ranks import Ranks
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.envs.load import check_reward_max
+from paw.envs.several import named_entry, parts_of
 from paw.errors import needed
 from paw.guards import UpdateGuard
 from paw.model.attention import decoder_layers, pick_attention
@@ -129,10 +130,12 @@ def check_environment(config: Config) -> EnvFactory:
     """
     find_agent(config)
     factory = make_factory(config)
-    if config.wm.enabled and config.wm.weight == "adaptive":
-        check_reward_max(factory, config.env.name)
-    train_tasks(factory, 0, 1, config.run.seed, split=config.env.train_split)
-    eval_tasks(factory, config.env.eval_split, 1, config.eval.seed)
+    for label, part in parts_of(factory, config.env).items():
+        with named_entry(label):
+            if config.wm.enabled and config.wm.weight == "adaptive":
+                check_reward_max(part.factory, part.config.name)
+            train_tasks(part.factory, 0, 1, config.run.seed, split=part.config.train_split)
+            eval_tasks(part.factory, part.config.eval_split, 1, config.eval.seed)
     return factory
 
 

@@ -24,7 +24,8 @@ PAGE_HEADING = """# Metrics
 <!-- written by `python -m paw.metric_list > docs/metrics.md` -->
 `metrics.jsonl` in the run directory has one JSON object for each update, with these keys and
 `step`. A metric that was not measured is absent, never 0. `<kind>` stands for the kinds of tasks
-that the environment has, `<k>` for numbers of attempts. "line": shown on the line of progress,
+that the environment has, `<environment>` for the labels of several `[[envs]]`, `<reward>` for those
+of several `[[rewards]]`, `<k>` for numbers of attempts. "line": shown on the line of progress,
 which also shows an evaluation as `eval 41.0% of 100 games`. "report": shown in the report's table.
 
 With several ranks, "same" metrics are computed on every rank from the data of all of them,
@@ -35,7 +36,10 @@ and "first" that rank 0 reports its own.
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One metric, or with `<kind>` in its name one for each kind of task."""
+    """One metric, or with `<kind>` in its name one for each kind of task.
+
+    `<environment>` stands for the labels of several [[envs]], `<reward>` for those of [[rewards]].
+    """
 
     name: str
     label: str
@@ -84,8 +88,25 @@ EPISODES = (
     Metric(
         name="success/<kind>",
         label="Success in training by kind of task",
-        meaning="As success/all, for the episodes of one kind of task.",
+        meaning="As success/all, for the episodes of one kind of task. In a run with several"
+        " [[envs]], also success/LABEL of each; its kinds are LABEL/kind.",
         unit="%",
+    ),
+    Metric(
+        name="reward/<environment>",
+        label="Mean return by environment",
+        meaning="As reward/mean, for each of several [[envs]], by label.",
+    ),
+    Metric(
+        name="rewards/<reward>",
+        label="Mean of a reward",
+        meaning="Mean over training episodes of one of several [[rewards]], without its weight.",
+    ),
+    Metric(
+        name="groups/<environment>",
+        label="Groups by environment",
+        meaning="Groups played for the update, for each of several [[envs]].",
+        unit="count",
     ),
 )
 EVALUATION = (
@@ -146,8 +167,31 @@ EVALUATION = (
     Metric(
         name="eval/success_<kind>",
         label="Success on held-out games by kind of task",
-        meaning="As eval/success, for the games of one kind of task.",
+        meaning="As eval/success, for the games of one kind of task. In a run with several"
+        " [[envs]], also eval/success_LABEL of each.",
         unit="%",
+    ),
+    Metric(
+        name="eval/ci_low_<environment>",
+        label="Lower end of the interval by environment",
+        meaning="As eval/ci_low, for each of several [[envs]].",
+        unit="%",
+    ),
+    Metric(
+        name="eval/ci_high_<environment>",
+        label="Upper end of the interval by environment",
+        meaning="As eval/ci_high, for each of several [[envs]].",
+        unit="%",
+    ),
+    Metric(
+        name="eval/rewards_<reward>",
+        label="Mean of a reward in evaluation",
+        meaning="As rewards/<reward>, for evaluation games.",
+    ),
+    Metric(
+        name="eval/return_<environment>",
+        label="Mean return in evaluation by environment",
+        meaning="As eval/return, for each of several [[envs]].",
     ),
     Metric(
         name="eval/failure",
@@ -501,6 +545,13 @@ HEALTH = (
         name="health/processes_lost",
         label="Processes of environments lost",
         meaning="Workers of `env.processes` that died or hung.",
+        unit="count",
+        ranks="sum",
+    ),
+    Metric(
+        name="health/rewards_failed",
+        label="Episodes that could not be rewarded",
+        meaning="Episodes lost because a reward of yours or the judge failed.",
         unit="count",
         ranks="sum",
     ),

@@ -33,6 +33,7 @@ from paw.build import (
     join_ranks,
 )
 from paw.checkpoint.export import export
+from paw.checkpoint.files import CheckpointError
 from paw.checkpoint.restore import restore
 from paw.checkpoint.train_state import (
     PendingCheckpoint,
@@ -44,8 +45,9 @@ from paw.config.recipe import dump, warnings
 from paw.config.sections import Config
 from paw.distributed.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
 from paw.envs.base import EnvFactory
+from paw.envs.several import SeveralEnvs
 from paw.episode_log import EpisodeLog
-from paw.errors import UserError, progress, to_stderr, to_stdout
+from paw.errors import UserError, describe, progress, to_stderr, to_stdout
 from paw.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
 from paw.io.files import write_file, writing
 from paw.model.dtype import with_dtype
@@ -238,6 +240,22 @@ class Run(Parts, RunProgress):
         self.step += 1
         self.remember_random_states()
 
+    def choose_shares(self) -> None:
+        """With rollout.curriculum, choose the shares of the environments for the next update."""
+        environments = self.factory
+        if not isinstance(environments, SeveralEnvs) or environments.curriculum is None:
+            return
+        curriculum = environments.curriculum
+        success: dict[str, float] = {}
+        for label in environments.parts:
+            if f"success/{label}" in self.metrics:
+                success[label] = self.metrics[f"success/{label}"]
+        curriculum.note(success)
+        shares = self.ranks.broadcast_from_rank0(
+            lambda: curriculum.shares(self.step), dict[str, float]
+        )
+        environments.shares.choose(self.step, shares)
+
     def remember_random_states(self) -> None:
         self.random_states = capture_random_states()
 
@@ -353,10 +371,27 @@ class Run(Parts, RunProgress):
                 step=self.step,
                 folder=self.directory / "checkpoints",
                 random_states=self.random_states or capture_random_states(),
+                tasks=self._task_state(),
                 background=not wait,
             )
         if wait:
             self.settle()
+
+    def _task_state(self) -> dict[str, Any] | None:
+        """Return what the choice of tasks needs besides the configuration and the step, if any."""
+        if not isinstance(self.factory, SeveralEnvs):
+            return None
+        return self.factory.state(self.step, self.config.rollout.tasks)
+
+    def load_task_state(self, state: dict[str, Any]) -> None:
+        """Load what `_task_state` returned at this step. Raises CheckpointError if malformed."""
+        if isinstance(self.factory, SeveralEnvs):
+            try:
+                self.factory.load_state(state, self.step, self.config.rollout.tasks)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise CheckpointError(
+                    f"its state of tasks is malformed: {describe(error)}"
+                ) from None
 
     def settle(self, *, wait: bool = True) -> None:
         """Publish the pending checkpoint if all ranks have written it.
@@ -642,10 +677,12 @@ def _restore(run: Run, *, chosen: str) -> None:
     if restored is None:
         run.say(f"no checkpoint yet in {run.directory}: starting over")
         return
-    path, step = restored
+    path, step, tasks = restored
     run.step = step
     run.saved = step
     run.logged = step
+    if tasks is not None:
+        run.load_task_state(tasks)
     run.say(f"resumed from {path}")
 
 

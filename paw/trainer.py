@@ -27,10 +27,11 @@ from paw.algo.world_model import select
 from paw.build import WITHOUT_TOOLS, Preparation
 from paw.config import plugins
 from paw.config.sections import Config
+from paw.envs.several import parts_of
 from paw.guards import TrainingStopped, alarms, what_is_saved
 from paw.learn import optimize
 from paw.rollouts.base import RolloutSource, RolloutStats
-from paw.rollouts.success import success_metrics
+from paw.rollouts.success import groups_by_environment, success_metrics
 from paw.rollouts.sync import StaleWeightsError, push_weights, sampled_by, sampler_mismatch
 from paw.run import Run, open_run
 from paw.types import Group, Sample, Values, no_ids, no_values
@@ -75,6 +76,7 @@ def update(run: Run, rollouts: RolloutSource) -> None:
     if not learn(run, groups):
         return update(run, rollouts)
     run.count_update()
+    run.choose_shares()
     with run.stage("sync"):
         push_weights(run.policy.lm, run.engine, version=run.step, dtype=run.policy.dtype)
 
@@ -162,12 +164,13 @@ def prepare(run: Run, groups: list[Group]) -> Sequence[Sample]:
     (`algo.shared_samples`). `groups` is emptied.
     """
     config = run.config
-    n_groups = len(groups)
+    parts = parts_of(run.factory, config.env)
+    reward_max = [parts[group.task.env].factory.reward_max for group in groups]
     samples = to_samples(
         groups,
         separator_ids=run.chat.separator_ids,
         encode_observation=run.encode_observation if config.wm.enabled else None,
-        invalid_penalty=run.factory.invalid_penalty,
+        invalid_penalty={label: part.factory.invalid_penalty for label, part in parts.items()},
         rank=run.ranks.rank,
         share=run.share_scalars if run.ranks.world_size > 1 else None,
     )
@@ -181,7 +184,7 @@ def prepare(run: Run, groups: list[Group]) -> Sequence[Sample]:
     if config.policy.kl_coef > 0.0:
         compute_reference_log_probs(run, samples)
     if config.wm.enabled:
-        select_targets(run, samples, n_groups=n_groups)
+        select_targets(run, samples, reward_max=reward_max)
     return samples
 
 
@@ -284,19 +287,19 @@ def compute_reference_log_probs(run: Run, samples: Sequence[Sample]) -> None:
         samples[i].ref_logp = logp
 
 
-def select_targets(run: Run, samples: Sequence[Sample], *, n_groups: int) -> None:
+def select_targets(run: Run, samples: Sequence[Sample], *, reward_max: Sequence[float]) -> None:
     """Fill the world-model weights of the selected samples (PaW Eqs. (8) to (11)).
 
-    Other samples keep 0.
+    Other samples keep 0. `reward_max` is that of each group's environment.
     """
     wm = run.config.wm
     selection = select(
         samples,
-        n_groups=n_groups,
+        n_groups=len(reward_max),
         alpha=wm.alpha,
         weight=wm.weight,
         distinct=gather_digests(samples, run.ranks) if wm.dedup else None,
-        reward_max=run.factory.reward_max,
+        reward_max=reward_max,
     )
     assign(samples, "wm_weight", selection.weights)
     run.metrics["wm/lambda"] = sum(selection.lambdas) / len(selection.lambdas)
@@ -324,7 +327,13 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "policy/response_tokens": response_tokens / max(1, turns),
         "health/groups_mixed": mixed / max(1, len(groups)),
     }
-    for key, share in success.items():
+    for key, value in success.items():
         if key.startswith("success_"):
-            metrics[f"success/{key.removeprefix('success_')}"] = share
+            metrics[f"success/{key.removeprefix('success_')}"] = value
+        elif key.startswith("return_"):
+            metrics[f"reward/{key.removeprefix('return_')}"] = value
+        elif key.startswith("rewards_"):
+            metrics[f"rewards/{key.removeprefix('rewards_')}"] = value
+    for label, own_groups in groups_by_environment(groups).items():
+        metrics[f"groups/{label}"] = len(own_groups)
     return metrics

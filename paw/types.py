@@ -27,6 +27,23 @@ class Task:
     """The kind of task, used to report success (ALFWorld: pick, look, clean, heat, cool, two)."""
     payload: Any = field(default=None, repr=False)
     """What the environment needs to start the task; read-only, shared by the members of a group."""
+    env: str = ""
+    """In a run with several environments ([[envs]]), the label of the task's own; otherwise ""."""
+
+    def in_env(self, label: str) -> "Task":
+        """Return the task as one of several environments has it.
+
+        Its id and kind begin with the environment's label, so no two environments share any.
+        """
+        return Task(f"{label}/{self.id}", f"{label}/{self.kind}", self.payload, label)
+
+    @property
+    def own(self) -> "Task":
+        """The task as its environment made it, see `in_env`."""
+        if not self.env:
+            return self
+        prefix = f"{self.env}/"
+        return Task(self.id.removeprefix(prefix), self.kind.removeprefix(prefix), self.payload)
 
 
 THINKING = ("<think>", "</think>")
@@ -280,6 +297,8 @@ class EpisodeSummary:
     won: bool
     score: float | None
     """`Outcome.score` of the last turn."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """`Trajectory.rewards`."""
 
 
 @dataclass
@@ -294,6 +313,8 @@ class Trajectory:
 
     Such an episode is left out of its group and never rewarded.
     """
+    rewards: dict[str, float] = field(default_factory=dict)
+    """With [[rewards]], each of them without its weight, by label."""
 
     @property
     def episode_return(self) -> float:
@@ -314,6 +335,7 @@ class Trajectory:
             episode_return=self.episode_return,
             won=self.won,
             score=self.turns[-1].outcome.score if self.turns else None,
+            rewards=self.rewards,
         )
 
 

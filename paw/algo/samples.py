@@ -14,7 +14,7 @@ appended, as for the last turn.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -36,7 +36,7 @@ def to_samples(
     *,
     separator_ids: list[int],
     encode_observation: Callable[[str], Ids] | None,
-    invalid_penalty: float,
+    invalid_penalty: float | Mapping[str, float],
     rank: int = 0,
     share: Callable[[SharedSamples], None] | None = None,
 ) -> Sequence[Sample]:
@@ -47,7 +47,8 @@ def to_samples(
 
     Token ids and log-probs are the engine's own, never re-encoded. `encode_observation` turns the
     raw next observation into target ids. If it is None (world model off), or if an observation is
-    empty, samples have no target.
+    empty, samples have no target. `invalid_penalty` may be that of each environment, by
+    `Task.env`.
     """
     template_separator = as_ids(separator_ids)
     here: dict[int, Sample] = {}
@@ -56,6 +57,9 @@ def to_samples(
     turn_counts: list[int] = []
     first_index = 0
     for group_index, group in enumerate(groups):
+        group_penalty = invalid_penalty
+        if isinstance(group_penalty, Mapping):
+            group_penalty = group_penalty[group.task.env]
         for trajectory in group.trajectories:
             holder = rank
             if isinstance(trajectory, AwayTrajectory):
@@ -67,7 +71,7 @@ def to_samples(
                     index=len(turn_counts),
                     template_separator=template_separator,
                     encode_observation=encode_observation,
-                    invalid_penalty=invalid_penalty,
+                    invalid_penalty=group_penalty,
                 )
                 here.update(enumerate(own_samples, first_index))
             group_of_trajectory.append(group_index)

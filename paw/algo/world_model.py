@@ -37,7 +37,7 @@ def select(
     *,
     alpha: float,
     weight: Literal["adaptive"] | float,
-    reward_max: float,
+    reward_max: float | Sequence[float],
     n_groups: int,
     distinct: Sequence[Hashable] | None = None,
 ) -> Selection:
@@ -48,15 +48,17 @@ def select(
     of selected samples of group g. A group with none adds nothing but still counts in n_groups.
     With `distinct` (not in the paper), a key of each sample, only the first of the samples with the
     same key is a candidate (`algo.rows.gather_digests`). lambda_g = 1 - (mean raw return over the
-    group's trajectories) / reward_max, clamped to [0, 1], or the constant `weight`.
+    group's trajectories) / reward_max, clamped to [0, 1], or the constant `weight`. `reward_max` is
+    one number, or one of each group if they are of different environments.
 
     Raises ValueError for alpha outside [0, 1], reward_max <= 0 with the adaptive weight, fewer
     n_groups than groups, or entropy that is not finite.
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be in [0, 1], got {alpha}")
-    if weight == "adaptive" and not reward_max > 0:
-        raise ValueError(f"reward_max must be positive, got {reward_max}")
+    lowest_maximum = reward_max if isinstance(reward_max, int | float) else min(reward_max)
+    if weight == "adaptive" and not lowest_maximum > 0:
+        raise ValueError(f"reward_max must be positive, got {lowest_maximum}")
     lambdas = _lambdas(samples, weight, reward_max)
     if n_groups < len(lambdas):
         raise ValueError(
@@ -88,7 +90,9 @@ def select(
 
 
 def _lambdas(
-    samples: Sequence[Sample], weight: Literal["adaptive"] | float, reward_max: float
+    samples: Sequence[Sample],
+    weight: Literal["adaptive"] | float,
+    reward_max: float | Sequence[float],
 ) -> dict[int, float]:
     """Return lambda_g by group (PaW Eq. (10)). Each trajectory counts once."""
     returns: dict[int, dict[int, float]] = {}  # by group and trajectory
@@ -111,5 +115,6 @@ def _lambdas(
     lambdas: dict[int, float] = {}
     for group, group_returns in returns.items():
         mean = sum(group_returns.values()) / len(group_returns)
-        lambdas[group] = min(1.0, max(0.0, 1.0 - mean / reward_max))
+        maximum = reward_max if isinstance(reward_max, int | float) else reward_max[group]
+        lambdas[group] = min(1.0, max(0.0, 1.0 - mean / maximum))
     return lambdas

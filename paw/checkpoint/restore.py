@@ -33,7 +33,7 @@ from paw.checkpoint.files import (
     saved,
 )
 from paw.checkpoint.stored_tensors import StoredTensors
-from paw.checkpoint.train_state import Learner
+from paw.checkpoint.train_state import TASKS, Learner
 from paw.distributed.ranks import Ranks, rows_like, shard_like
 from paw.errors import describe, short_repr, to_stderr
 from paw.guards import UpdateGuard
@@ -199,11 +199,12 @@ def restore(
     *,
     warn: Callable[[str], None],
     chosen: str = "",
-) -> tuple[Path, int] | None:
+) -> tuple[Path, int, dict[str, Any] | None] | None:
     """Continue from the newest checkpoint in `folder` that verifies, or from the `chosen` one.
 
-    Sets models, optimizers, guards and this process's random states. Returns the checkpoint's path
-    and step, or None if there is no checkpoint. All ranks must call it. Raises CheckpointError on
+    Sets models, optimizers, guards and this process's random states. Returns the checkpoint's path,
+    its step and the state of the choice of tasks if it has one, or None if there is no checkpoint.
+    All ranks must call it. Raises CheckpointError on
     all of them if no checkpoint fits.
     """
     read = partial(_read, learners, ranks)
@@ -230,7 +231,7 @@ def restore(
     if stem not in random_tensors:  # it was saved by fewer ranks
         stem = rng_name(0)
     restore_random_states(random_tensors[stem], state[stem])
-    return path, state["step"]
+    return path, state["step"], state.get(TASKS)
 
 
 def _read(

@@ -31,6 +31,8 @@ from paw.model.policy import Policy
 
 PATIENCE_S = 60.0
 """Seconds that a rank of a failed run waits for the files of the others."""
+TASKS = "tasks"
+"""The key of the state of the choice of tasks, which only some runs have."""
 RandomStates = tuple[dict[str, Tensor], dict[str, Any]]
 """The type that `capture_random_states` returns."""
 
@@ -121,18 +123,22 @@ def start_saving(
     step: int,
     folder: Path,
     random_states: RandomStates,
+    tasks: dict[str, Any] | None = None,
     background: bool,
 ) -> PendingCheckpoint:
     """Begin to write the checkpoint `folder`/step_NNNNNN. All ranks must call it.
 
     With `background`, a thread writes it from copies in host memory. Otherwise, or if the copies
     would take more than half of the rank's available memory, it is on disk when this returns, and
-    only part of a file is in memory at a time. Raises UserError if the disk refuses.
+    only part of a file is in memory at a time. `tasks` is the state of the choice of tasks, as JSON,
+    if the configuration and the step do not determine it. Raises UserError if the disk refuses.
     """
     random_tensors, random_info = random_states
     state: dict[str, Any] = {}
     for learner in learners:
         state[f"{learner.prefix}guard"] = learner.guard.state()
+    if tasks is not None:
+        state[TASKS] = tasks
     for rank, info in enumerate(ranks.gather(random_info, dict[str, Any])):
         state[rng_name(rank)] = info
     random_bytes = ranks.gather_bytes(to_bytes(random_tensors))

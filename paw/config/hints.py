@@ -1,10 +1,12 @@
 """Error messages for unknown keys, with the key that was probably meant."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
-from paw.config.keys import Flat, built_in, keys_of, own_fields
-from paw.config.sections import Config
+from paw.config.entries import Entry, entry_of
+from paw.config.keys import LISTS, Flat, built_in, flatten, keys_of, own_fields
+from paw.config.sections import ENTRIES, Config
 from paw.errors import UserError, clean, nearest
 
 SYNONYMS = {
@@ -101,6 +103,10 @@ def hint(key: str, flat: Flat) -> str:
     plug-in that has the key; our key for a name of TRL or verl; the nearest key. For a right name
     in a wrong section, that is the nearest key of that name.
     """
+    list_name, _, entry_key = key.partition(".")
+    if list_name in ENTRIES and entry_key:
+        return _entry_hint(ENTRIES[list_name], entry_key, flat)
+
     keys = keys_of(Config, flat)
     if key in keys and keys[key].needs:
         return f"; it needs {keys[key].needs}"
@@ -128,6 +134,19 @@ def hint(key: str, flat: Flat) -> str:
     return f"; {suggestion}" if suggestion else ""
 
 
+def _entry_hint(kind: type[Entry], entry_key: str, flat: Flat) -> str:
+    """Return the hint for a key of an entry, from that for the key of a single plug-in."""
+    label, _, leaf = entry_key.partition(".")
+    if nearest(leaf, kind.own_keys()):
+        prefix = f"{kind.LIST}.{label}."
+        return f"; {nearest(f'{prefix}{leaf}', [f'{prefix}{key}' for key in kind.own_keys()])}"
+    table = entry_of(kind, flat.get(kind.LIST), label)
+    keys = flatten({key: value for key, value in table.items() if key not in kind.own_keys()})
+    as_single = {f"{kind.SECTION}.{key}": value for key, value in keys.items()}
+    text = hint(f"{kind.SECTION}.{leaf}", as_single)
+    return re.sub(rf"\b{kind.SECTION}\.", f"{kind.LIST}.{label}.", text)
+
+
 def _former(new_key: str | None) -> str:
     return f"; it is '{new_key}' now" if new_key else "; it was removed"
 
@@ -138,6 +157,8 @@ def plugin_keys() -> Iterator[tuple[str, set[str]]]:
     Losses are left out, because importing them loads torch, which takes seconds.
     """
     for section, field in Config.model_fields.items():
+        if section in LISTS:
+            continue
         base: Any = field.annotation
         if getattr(base, "KIND", "") == "losses":
             continue

@@ -14,6 +14,9 @@ from paw.errors import UserError
 
 DEPTH = 3
 """Maximum number of parts of a key. A table below that is a value."""
+LISTS = {"envs": "env", "rewards": "reward"}
+"""Keys whose value is a list of tables (`paw.config.entries`) -> the section that it replaces."""
+LISTED = {section: name for name, section in LISTS.items()}
 Flat = dict[str, Any]
 """{"optim.lr": 1e-6}"""
 Row = tuple[str, FieldInfo, list[Only]]
@@ -41,6 +44,17 @@ class OnlyPlugins(Only):
         with suppress(UserError):  # reported when the section itself is validated
             return bool(getattr(plugins.load(self.kind, value), self.ability, False))
         return False
+
+
+@dataclass(frozen=True)
+class Unlisted(Only):
+    """Need of every key of a section that a list of several such sections (`key`) replaces."""
+
+    def __str__(self) -> str:
+        return f"a recipe without [[{self.key}]]"
+
+    def holds(self, value: Any) -> bool:
+        return not value
 
 
 class Key(NamedTuple):
@@ -98,12 +112,22 @@ def keys_of(config: type[Section] | Section, flat: Flat) -> dict[str, Key]:
     `config` is a configuration, whose sections are used as they are, or its class. If it is the
     class, `flat` chooses the plug-ins. An unknown plug-in has no keys.
     """
-    key_fields: dict[str, FieldInfo] = {}
-    key_needs: dict[str, list[Only]] = {}
-    for name, section in _sections(config, flat).items():
+    config_type = config if isinstance(config, type) else type(config)
+    lists = {name: config_type.model_fields[name] for name in LISTS}
+    return key_states(_sections(config, flat), flat, lists)
+
+
+def key_states(
+    sections: Mapping[str, type[Section]], flat: Flat, lists: Mapping[str, FieldInfo] | None = None
+) -> dict[str, Key]:
+    """Return every dotted key of these sections and lists of tables, each by name."""
+    key_fields: dict[str, FieldInfo] = dict(lists or {})
+    key_needs: dict[str, list[Only]] = {name: [] for name in key_fields}
+    for name, section in sections.items():
+        without_list: list[Only] = [Unlisted(LISTED[name])] if name in LISTED else []
         for key, field, needs in fields(name, section):
             key_fields[key] = field
-            key_needs[key] = needs
+            key_needs[key] = without_list + needs
 
     keys: dict[str, Key] = {}
     for key, field in key_fields.items():
@@ -121,10 +145,15 @@ def keys_of(config: type[Section] | Section, flat: Flat) -> dict[str, Key]:
 
 def _sections(config: type[Section] | Section, flat: Flat) -> dict[str, type[Section]]:
     """Return the class of each section, with the keys of its plug-in."""
-    if not isinstance(config, type):
-        return {name: type(getattr(config, name)) for name in type(config).model_fields}
     sections: dict[str, type[Section]] = {}
+    if not isinstance(config, type):
+        for name in type(config).model_fields:
+            if name not in LISTS:
+                sections[name] = type(getattr(config, name))
+        return sections
     for name, field in config.model_fields.items():
+        if name in LISTS:
+            continue
         base: Any = field.annotation
         sections[name] = base
         with suppress(UserError):  # reported when the section itself is validated

@@ -119,13 +119,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "zerosearch": "paw.agents.search_r1:search_r1",
         "command": "paw.agents.command:Command",
     },
-    "rewards": {},
+    "rewards": {"judge": "paw.agents.judge:Judge"},
     "scores": {},
+    "curricula": {},
     "callbacks": CALLBACKS,
     "retrievers": {"zerosearch": "paw.agents.zerosearch:make_simulator"},
 }
 """Name -> "module:name" of the plug-ins that come with PaW, by kind."""
-CALLED = ("advantages", "losses", "agents", "rewards", "scores")
+CALLED = ("advantages", "losses", "agents", "rewards", "scores", "curricula")
 """Kinds whose plug-ins must be functions or classes. Plug-ins of other kinds may be objects."""
 FILE_MODULE = "paw_plugin_"
 """Prefix of the names of modules that were imported from files."""

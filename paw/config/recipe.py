@@ -20,9 +20,10 @@ import tomli_w
 from pydantic import ValidationError
 
 from paw.config import plugins
+from paw.config.entries import entry_of, with_key
 from paw.config.hints import unknown_key
-from paw.config.keys import Flat, Key, flatten, keys_of, nested
-from paw.config.sections import Config
+from paw.config.keys import LISTED, LISTS, Flat, Key, flatten, keys_of, nested
+from paw.config.sections import ENTRIES, Config
 from paw.config.values import LONGEST_NAME
 from paw.errors import HIDDEN, UserError, clean, masked, nearest, short_repr
 
@@ -72,10 +73,20 @@ def load(recipe: str | Path | Config, overrides: dict[str, Any] | None = None) -
     if isinstance(recipe, Config):
         if not overrides:
             return recipe
-        flat = flatten(recipe.model_dump(mode="json", exclude_unset=True, exclude_none=True))
-        return override(flat, overrides, origin="the configuration", origins={})
+        return override(as_set(recipe), overrides, origin="the configuration", origins={})
     flat, origins = read_recipe(str(recipe))
     return override(flat, overrides or {}, origin=str(recipe), origins=origins)
+
+
+def as_set(config: Config) -> Flat:
+    """Return the keys that were set in a configuration, with their values."""
+    flat = flatten(config.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+    return {key: value for key, value in flat.items() if not is_replaced(key, flat)}
+
+
+def is_replaced(key: str, flat: Flat) -> bool:
+    """Whether a key belongs to a section that a list of several such sections replaces."""
+    return bool(flat.get(LISTED.get(key.partition(".")[0], "")))
 
 
 def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
@@ -99,6 +110,12 @@ def override(
     keys = keys_of(Config, flat | named_overrides)
     layer: Flat = {}
     for key, value in named_overrides.items():
+        list_name, _, entry_key = key.partition(".")
+        if list_name in ENTRIES and entry_key:
+            tables = layer.get(list_name, flat.get(list_name, []))
+            layer[list_name] = _with_override(list_name, tables, entry_key, value)
+            continue
+
         table = key.rpartition(".")[0]
         is_entry_of_dict = table in keys and get_origin(keys[table].field.annotation) is dict
         if key not in keys and not is_entry_of_dict:
@@ -121,13 +138,31 @@ def override(
     return validate(layered(flat, layer), origin=origin, origins=origins)
 
 
+def _with_override(list_name: str, tables: Any, key: str, value: Any) -> list[Any]:
+    """Return a list's tables with a key of one entry changed, see `entries.with_key`."""
+    kind = ENTRIES[list_name]
+    if isinstance(value, str):
+        table = entry_of(kind, tables, key.partition(".")[0])
+        with suppress(UserError):  # reported when the entry is validated
+            field = kind.keys_of(table).get(key.partition(".")[2])
+            value = _parsed(value, field.annotation if field else None)
+    return with_key(kind, tables, key, value)
+
+
 def named(value: Any) -> Any:
     """Replace the plug-ins in a value with their names."""
     if isinstance(value, list):
-        return [named(item) for item in value]
+        return [_named_entry(item) for item in value]
     if isinstance(value, str | int | float | tuple | dict | Path | None):
         return value
     return plugins.give(value)
+
+
+def _named_entry(item: Any) -> Any:
+    """Replace the plug-ins in an item of a list, which may be a table of such items."""
+    if isinstance(item, dict):
+        return {key: named(value) for key, value in item.items()}
+    return named(item)
 
 
 def _parsed(text: str, kind: Any) -> Any:
@@ -153,12 +188,21 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
     (from `origins`, otherwise `origin`). If the problem concerns several keys, the line names the
     command line rather than a recipe.
     """
+    origins = origins or {}
+    flat = flatten(tree)
+    for key in flat:
+        if is_replaced(key, flat):
+            section = key.partition(".")[0]
+            raise UserError(
+                f"{_origin_of(key, '', origins, default=origin)}: '{clean(key)}' is a key of "
+                f"[{section}], and the recipe has [[{LISTED[section]}]]: give it to one of them, "
+                f"or leave [[{LISTED[section]}]] out"
+            )
     try:
-        return Config.model_validate(nested(flatten(tree)))
+        return Config.model_validate(nested(flat))
     except ValidationError as error:
         problems = error.errors()
 
-    origins = origins or {}
     kind = problems[0]["type"]
     location = problems[0]["loc"]
     key = _dotted(location)
@@ -216,7 +260,8 @@ def as_tree(config: Config) -> dict[str, Any]:
     flat: Flat = {}
     for key, state in known_keys(config).items():
         value = get(plain, key)
-        if value is not None and not state.needs:
+        is_empty_list = key in LISTS and not value
+        if value is not None and not state.needs and not is_empty_list:
             flat[key] = value
     return nested(flat)
 

@@ -7,6 +7,7 @@ imports no torch.
 """
 
 import inspect
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +16,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import (
     Field,
     SerializeAsAny,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from paw.config import plugins
-from paw.config.keys import OnlyPlugins, flatten, keys_of, section_type
+from paw.config.entries import Entry, problem
+from paw.config.keys import OnlyPlugins, Unlisted, flatten, keys_of, section_type
 from paw.config.tool_sections import (
     EndpointConfig,
     RwmlConfig,
@@ -252,6 +252,33 @@ class EnvConfig(PluginSection):
     or anchor the beginning."""
 
 
+class EnvEntry(Entry):
+    """The environments of a run with several, in place of `env`: a table [[envs]] for each.
+
+    It has the keys of `env`, and these. On the command line, `--envs.LABEL.max_turns 5` changes a
+    key of one of them.
+    """
+
+    LIST = "envs"
+    SECTION = "env"
+    share: Positive = 1.0
+    """Its part of an update's tasks, relative to the shares of the others."""
+    section: SerializeAsAny[EnvConfig]
+
+    @classmethod
+    def summary(cls, entries: "Sequence[Any]") -> EnvConfig:
+        """Return what a run with these environments has as `env`: the largest of each limit."""
+        sections = [entry.section for entry in entries]
+        limits: dict[str, Any] = {}
+        for key in ("max_turns", "reward", "invalid_penalty", "step_timeout_s", "threads"):
+            limits[key] = max(getattr(section, key) for section in sections)
+        return EnvConfig(
+            name=" + ".join(entry.label for entry in entries),
+            max_text=max(section.max_text for section in sections),
+            **limits,
+        )
+
+
 class AgentConfig(PluginSection):
     """How the model plays an episode."""
 
@@ -271,8 +298,30 @@ class RewardConfig(PluginSection):
     KEY = "type"
     NONE = "env"
     type: str = "env"
-    """env takes the environment's own reward. "FILE.py:name" or "module:name" names a function of a
-    trajectory (docs/agents.md)."""
+    """env takes the environment's own reward. judge asks an LLM (docs/agents.md). "FILE.py:name" or
+    "module:name" names a function of a trajectory."""
+
+
+class RewardEntry(Entry):
+    """Several rewards of an episode, in place of `reward`: a table [[rewards]] for each.
+
+    It has the keys of `reward`, and these. The sum with their weights is what an episode is worth.
+    """
+
+    LIST = "rewards"
+    SECTION = "reward"
+    weight: float = 1.0
+    """Its factor in the sum; may be negative."""
+    section: SerializeAsAny[RewardConfig]
+
+    @classmethod
+    def summary(cls, entries: "Sequence[Any]") -> RewardConfig:
+        """Return what a run with these rewards has as `reward`."""
+        return RewardConfig(type=" + ".join(entry.label for entry in entries))
+
+
+ENTRIES: dict[str, type[Entry]] = {"envs": EnvEntry, "rewards": RewardEntry}
+"""The entries of each list of tables."""
 
 
 class RolloutConfig(Section):
@@ -283,6 +332,9 @@ class RolloutConfig(Section):
     refill: Annotated[Natural, GROUPS] = 0
     """Further tasks that may be played to replace groups whose returns are all equal (DAPO). At
     most refill times `tasks` are played."""
+    curriculum: Annotated[str, Only("envs")] = ""
+    """Function of your own that chooses the shares of [[envs]] for each update: (step, success by
+    label) -> shares by label, "module:name" or "FILE.py:name" (docs/environments.md)."""
     temperature: Positive = 1.0
     """Sampling temperature."""
     ahead: Annotated[Natural, OnlyPlugins("engine.type", kind="engines", ability="has_pool")] = 0
@@ -501,8 +553,10 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     warmup: WarmupConfig = WarmupConfig()
     env: SerializeAsAny[EnvConfig] = _DEFAULT
+    envs: list[EnvEntry] = []
     agent: SerializeAsAny[AgentConfig] = _DEFAULT
     reward: SerializeAsAny[RewardConfig] = _DEFAULT
+    rewards: list[RewardEntry] = []
     endpoint: EndpointConfig = EndpointConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: SerializeAsAny[EngineConfig] = _DEFAULT
@@ -514,6 +568,13 @@ class Config(Section):
     sft: SftConfig = SftConfig()
     rwml: RwmlConfig = RwmlConfig()
     eval: EvalConfig = EvalConfig()
+
+    @property
+    def environments(self) -> dict[str, EnvConfig]:
+        """The section of each environment by its label; with a single one, that is ""."""
+        if not self.envs:
+            return {"": self.env}
+        return {entry.label: entry.section for entry in self.envs}
 
     @field_validator("env", "agent", "reward", "engine", "advantage", "policy", "wm", mode="before")
     @classmethod
@@ -527,22 +588,22 @@ class Config(Section):
         except UserError as error:
             name = table.get(base.KEY, base.model_fields[base.KEY].default)
             reason = str(error).removeprefix(f"'{name}': ")
-            raise _problem("plugin", reason, location=(base.KEY,), value=name) from None
+            raise problem("plugin", reason, (base.KEY,), name) from None
 
     @model_validator(mode="before")
     @classmethod
     def _check_applying(cls, tree: Any) -> Any:
         """Refuse keys that do not apply with the others, unless they have their default value."""
-        flat = flatten(tree) if isinstance(tree, dict) else {}
+        if not isinstance(tree, dict):
+            return tree
+        tree = _with_entries(tree)
+        flat = flatten(tree)
         for key, state in keys_of(cls, flat).items():
             default = state.field.default
+            if isinstance(state.needs, Unlisted):
+                continue  # `_with_entries` has made it
             if state.needs and flat.get(key, default) != default:
-                raise _problem(
-                    "only",
-                    f"it needs {state.needs}",
-                    location=tuple(key.split(".")),
-                    value=flat[key],
-                )
+                raise problem("only", f"it needs {state.needs}", tuple(key.split(".")), flat[key])
         return tree
 
     @model_validator(mode="after")
@@ -590,9 +651,19 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_world_model(self) -> "Config":
-        if self.env.name == "next_state" and self.wm.enabled:
+        names = [section.name for section in self.environments.values()]
+        if "next_state" in names and self.wm.enabled:
             raise ValueError(
                 "env.name = 'next_state' learns the world model by RL: set wm.enabled = false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_curriculum(self) -> "Config":
+        if self.rollout.curriculum and self.rollout.ahead:
+            raise ValueError(
+                "rollout.curriculum chooses an update's tasks from the success of the update "
+                "before, so it cannot be played ahead: use rollout.ahead = 0"
             )
         return self
 
@@ -615,8 +686,10 @@ class Config(Section):
         return self
 
 
-def _problem(kind: str, reason: str, *, location: tuple[str, ...], value: Any) -> ValidationError:
-    error = PydanticCustomError(kind, "{reason}", {"reason": reason})  # type: ignore[arg-type]
-    return ValidationError.from_exception_data(
-        kind, [InitErrorDetails(type=error, loc=location, input=value)]
-    )
+def _with_entries(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree whose lists of tables are read, each summed up in the section it replaces."""
+    for name, kind in ENTRIES.items():
+        if tree.get(name):
+            entries = kind.read_all(tree[name])
+            tree = tree | {name: entries, kind.SECTION: kind.summary(entries)}
+    return tree

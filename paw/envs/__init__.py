@@ -4,30 +4,53 @@ from typing import Any
 
 from paw.config import plugins
 from paw.config.recipe import check_passwords
-from paw.config.sections import Config, EnvConfig
+from paw.config.sections import Config, EnvConfig, RunConfig
 from paw.envs.base import EnvFactory
+from paw.envs.curriculum import Curriculum
 from paw.envs.load import load_factory
+from paw.envs.several import Part, SeveralEnvs, named_entry
+from paw.envs.shares import WHOLE, TaskShares
 from paw.envs.workers.processes import ProcessFactory
 from paw.errors import UserError
 
 
 def make_factory(config: Config, env: Any = None) -> EnvFactory:
-    """Return the factory that `env.name` names, or a factory for `env`.
+    """Return the factory that `env.name` names, one of all [[envs]], or a factory for `env`.
 
     `env` is a user's own environment or factory (a class or an object). Raises UserError if data, a
     back end or a package is missing, if the password in a URL was masked, or if `env` lacks a
     member of the protocol.
     """
     check_passwords(config)
-    name = config.env.name
+    if env is not None or not config.envs:
+        return _make_one(config.env, config.run, tasks_per_update=config.rollout.tasks, env=env)
+
+    shares = TaskShares({entry.label: entry.share for entry in config.envs})
+    parts: dict[str, Part] = {}
+    for entry in config.envs:
+        own_tasks = config.rollout.tasks * shares.initial[entry.label] / WHOLE
+        with named_entry(entry.label):
+            factory = _make_one(
+                entry.section, config.run, tasks_per_update=max(1, round(own_tasks)), env=None
+            )
+        parts[entry.label] = Part(factory, entry.section)
+    curriculum = None
+    if config.rollout.curriculum:
+        curriculum = Curriculum(config.rollout.curriculum, list(parts))
+    return SeveralEnvs(parts, shares, curriculum)
+
+
+def _make_one(section: EnvConfig, run: RunConfig, *, tasks_per_update: int, env: Any) -> EnvFactory:
+    """Return the factory of one environment, that of `section` or a user's own `env`."""
+    name = section.name
     if env is not None or name not in plugins.ENVS:
-        factory: EnvFactory = load_factory(env, config.env)
+        factory: EnvFactory = load_factory(env, section)
     elif name == "search":  # ZeroSearch's noise grows with the updates
-        factory = plugins.load("envs", name)(config.env, config.run, config.rollout.tasks)
+        factory = plugins.load("envs", name)(section, run, tasks_per_update)
     else:
-        factory = plugins.load("envs", name)(config.env)
-    if config.env.processes:
-        return _in_processes(factory, config.env, env)
+        factory = plugins.load("envs", name)(section)
+    if section.processes:
+        return _in_processes(factory, section, env)
     return factory
 
 

@@ -6,6 +6,7 @@ import functools
 import inspect
 import operator
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -120,6 +121,28 @@ class EnvFactory(Protocol):
         ...
 
 
+class TaskChooser(ABC):
+    """A factory of several environments, which chooses the tasks itself (`paw.envs.several`)."""
+
+    @abstractmethod
+    def train_tasks(self, step: int, count: int, seed: int) -> list[Task]:
+        """Return the `count` tasks of update `step`."""
+
+    @abstractmethod
+    def drawn_tasks(
+        self, start: int, count: int, seed: int, *, step: int, split: str = ""
+    ) -> list[Task]:
+        """Return tasks `start`, ..., `start + count - 1` of a sequence outside `train_tasks`.
+
+        They are of `split`, by default of the environments' own training splits, with the shares of
+        update `step`.
+        """
+
+    @abstractmethod
+    def eval_tasks(self, count: int, seed: int) -> list[Task]:
+        """Return the evaluation tasks of every environment, `count` of each (0: all)."""
+
+
 class Endless:
     """Endless tasks, made on demand. `make(i)` makes task number i."""
 
@@ -164,26 +187,40 @@ def train_tasks(
 
     A finite split is played in epochs, with each task once and in a new order each time.
     """
-    return _stream(factory, split, step * count, count, seed)
+    if isinstance(factory, TaskChooser):
+        if split != "warmup":
+            return factory.train_tasks(step, count, seed)
+        return factory.drawn_tasks(step * count, count, seed, step=0, split=split)
+    return stream(factory, split, step * count, count, seed)
 
 
 def further_tasks(
-    factory: EnvFactory, start: int, count: int, seed: int, *, split: str = "train"
+    factory: EnvFactory, start: int, count: int, seed: int, *, step: int = 0, split: str = "train"
 ) -> list[Task]:
-    """Return tasks `start`, ..., `start + count - 1` of a sequence other than `train_tasks`."""
-    return _stream(factory, split, FURTHER_OFFSET + start, count, seed)
+    """Return tasks `start`, ..., `start + count - 1` of a sequence other than `train_tasks`.
+
+    `step` is the update that they are for.
+    """
+    if isinstance(factory, TaskChooser):
+        return factory.drawn_tasks(FURTHER_OFFSET + start, count, seed, step=step)
+    return stream(factory, split, FURTHER_OFFSET + start, count, seed)
 
 
 def warmup_tasks(factory: EnvFactory, start: int, count: int, seed: int) -> list[Task]:
     """Return tasks `start`, ..., `start + count - 1` of the warm-up."""
-    return _stream(factory, "warmup", start, count, seed)
+    if isinstance(factory, TaskChooser):
+        return factory.drawn_tasks(start, count, seed, step=0, split="warmup")
+    return stream(factory, "warmup", start, count, seed)
 
 
 def eval_tasks(factory: EnvFactory, split: str, count: int, seed: int) -> list[Task]:
     """Return `count` tasks of a held-out `split`, drawn with `seed`.
 
-    `count` 0 means the whole split, or the first ENDLESS_EVAL tasks of an endless one.
+    `count` 0 means the whole split, or the first ENDLESS_EVAL tasks of an endless one. With several
+    environments, it is `count` tasks of each, of their own splits.
     """
+    if isinstance(factory, TaskChooser):
+        return factory.eval_tasks(count, seed)
     with read_tasks(factory, split, seed) as tasks:
         n = size(tasks)
         if n is None:
@@ -254,7 +291,7 @@ def every_tenth(tasks: Any, held_out: bool) -> Any:
     return [task for i, task in enumerate(tasks) if i % 10 != 9]
 
 
-def _stream(factory: EnvFactory, split: str, start: int, count: int, seed: int) -> list[Task]:
+def stream(factory: EnvFactory, split: str, start: int, count: int, seed: int) -> list[Task]:
     """Return tasks `start`, ..., `start + count - 1` of a split.
 
     An endless split keeps its own order, a finite one is `shuffled`.

@@ -26,6 +26,8 @@ class RolloutStats:
     """Episodes that ended because the next prompt did not fit."""
     processes_lost: int = 0
     """Environment processes that died or hung (env.processes)."""
+    rewards_failed: int = 0
+    """Episodes without the rewards of [reward] or [[rewards]], because one failed."""
     prompt_tokens: int = 0
     response_tokens: int = 0
     """As sampled or billed, including tokens that a stop string cut off."""
@@ -58,6 +60,8 @@ class RolloutStats:
             metrics["health/groups_refilled"] = len(self.uniform)
         if self.processes_lost:
             metrics["health/processes_lost"] = self.processes_lost
+        if self.rewards_failed:
+            metrics["health/rewards_failed"] = self.rewards_failed
         return metrics
 
 

@@ -144,7 +144,7 @@ class EnvHandle:
     ) -> None:
         self.episode = episode
         self.config = config
-        self.task = episode.trajectory.task
+        self.task = episode.trajectory.task.own
         self.observation = ""
         """The last observation."""
         self.anchor = ""
@@ -384,7 +384,7 @@ class Model(ABC):
         """
         stop = checked_stop(stop)
         turns = self.episode.trajectory.turns
-        if len(turns) == CALLS_PER_TURN * self.config.env.max_turns:
+        if len(turns) == CALLS_PER_TURN * self.env.config.max_turns:
             raise RuntimeError(f"the agent does not end: {len(turns)} calls of the model")
 
         self.tools = self.env.tools if tools is None else tools
@@ -474,12 +474,13 @@ def find_agent(config: Config) -> Agent:
     Raises UserError if it cannot play this environment.
     """
     name = config.agent.type
-    env_name = config.env.name
-    if name in PLAYS and PLAYS[name] != env_name:
-        raise UserError(
-            f"agent.type = '{name}' answers questions: "
-            f"it plays env.name = '{PLAYS[name]}', not '{env_name}'"
-        )
+    for label, section in config.environments.items():
+        if name in PLAYS and PLAYS[name] != section.name:
+            which = f"'{section.name}' (envs.{label})" if label else f"'{section.name}'"
+            raise UserError(
+                f"agent.type = '{name}' answers questions: "
+                f"it plays env.name = '{PLAYS[name]}', not {which}"
+            )
     agent = plugins.load("agents", name)
     with others_code(f"agent.type = '{name}'"):
         return bind(agent, config.agent)

@@ -8,34 +8,33 @@ do not depend on the others in its batch.
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paw.config import plugins
 from paw.config.sections import Config
 from paw.envs.base import EnvFactory, check_kind, eval_tasks, further_tasks, train_tasks
+from paw.envs.several import parts_of
 from paw.errors import (
     OURS,
     EnvironmentFailure,
     UserError,
     describe,
-    others_code,
-    quietly,
     short_repr,
     to_stderr,
 )
 from paw.io.threads import Daemons, Threads
 from paw.rollouts.base import Progress, RolloutResult, RolloutStats
-from paw.rollouts.coroutine_env import CoroutineEnv, LoopCalls
 from paw.rollouts.engine_model import EngineModel
 from paw.rollouts.engines.base import Completion, Request
-from paw.rollouts.episode import EnvHandle, Episode, Model, bind, find_agent
+from paw.rollouts.env_pool import STOP_S, EnvPool
+from paw.rollouts.episode import EnvHandle, Episode, Model, find_agent
 from paw.rollouts.garbage import rarer_collections
-from paw.rollouts.guard import MAX_REWARD, CheckedEnv, make_threads, number
+from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.loop import EpisodeLoop
+from paw.rollouts.rewards import load_rewards
 from paw.rollouts.summaries import share_summaries
 from paw.rollouts.text.chat import ContextFull
 from paw.rollouts.turns import turns_problem
@@ -49,8 +48,6 @@ MOMENT_S = 2e-4
 
 Environments in threads that answer at once can then join the next batch.
 """
-STOP_S = 1.0
-"""Seconds that agents are given to finish after an error or Ctrl-C."""
 LOOP_ROUNDS = 3
 """Event-loop rounds between a thread's answer and the next request."""
 
@@ -85,7 +82,7 @@ class PlayState:
 class Rollouts:
     """Plays episodes with `agent`, by default that of agent.type.
 
-    Environments (some are processes) are kept for later episodes. `engine` and `chat` are the
+    Environments are kept for later episodes, those of each factory in a pool. `engine` and `chat` are the
     model's. They are None if `run_episodes` gets a `make_model` instead.
 
     `training`, `evaluation` and `play_tasks` play tasks and return groups of all ranks, those of
@@ -110,17 +107,18 @@ class Rollouts:
         self.config = config
         self.ranks = ranks
         self.agent = agent or find_agent(config)
-        self.threads = make_threads(factory, config.env, config.env.threads)
         self.loop = EpisodeLoop()
-        self._loop_calls = LoopCalls(self.loop, config.env.step_timeout_s)
+        closing = threading.Lock()
+        self.pools: dict[str, EnvPool] = {}
+        """The environments, by the label in their tasks."""
+        for label, part in parts_of(factory, config.env).items():
+            self.pools[label] = EnvPool(part.factory, part.config, self.loop, closing)
         self.loop.set_default_executor(Daemons())
         self._request_keys = itertools.count()
+        self._rewards = load_rewards(config)
         self._judges = Threads(config.env.threads, config.env.step_timeout_s)
-        self._reward: Any = load_reward(config)
-        self._idle: list[CheckedEnv] = []
-        """Environments of episodes that have ended."""
-        self._open: set[CheckedEnv] = set()
-        """All environments that are not closed: idle, or in episodes."""
+        self._patient_judges = Threads(config.env.threads)
+        """For rewards that limit their own time."""
         self._cut_is_reported = False
         self._state = PlayState()
 
@@ -175,6 +173,7 @@ class Rollouts:
                 step * budget + tasks_played,
                 missing,
                 config.run.seed,
+                step=step,
                 split=config.env.train_split,
             )
             new_groups, new_stats = self.play_tasks(
@@ -294,12 +293,12 @@ class Rollouts:
             if progress:
                 progress(next(finished), len(episodes))
 
-        given_up_before = self.threads.given_up
+        given_up_before = self._threads_lost
         processes_lost_before = self._processes_lost
         self.run_episodes(episodes, on_end=report_progress)
 
         stats = RolloutStats.sum(episode.stats for episode in episodes)
-        stats.threads_lost = self.threads.given_up - given_up_before
+        stats.threads_lost = self._threads_lost - given_up_before
         stats.processes_lost = self._processes_lost - processes_lost_before
         self._report_cut_texts(stats.texts_cut)
         for group in groups:
@@ -419,7 +418,8 @@ class Rollouts:
                 cancelled.append(task)
         if cancelled:
             self.loop.run_until_complete(asyncio.wait(cancelled, timeout=STOP_S))
-            self.loop.run_until_complete(self._loop_calls.settle(STOP_S))
+            for pool in self.pools.values():
+                self.loop.run_until_complete(pool.loop_calls.settle(STOP_S))
 
     async def sample(
         self,
@@ -453,42 +453,19 @@ class Rollouts:
 
         Errors and hangs of environments no longer matter.
         """
-        self.threads.close(*self.closing_calls())
+        for pool in self.pools.values():
+            pool.threads.close(*pool.closing_calls())
         self._judges.close()
+        self._patient_judges.close()
         if not (self.loop.is_closed() or self.loop.is_running()):
             self.loop.close()
 
     def closing_calls(self, *, busy: bool = False) -> list[Callable[[], None]]:
-        """Return functions that close the environments, to be called in any threads.
-
-        All coroutine environments are closed by one of them, on the loop, which must not be running
-        elsewhere. An environment with a thread in one of its methods is left alone unless `busy`,
-        because closing it may wait for that thread.
-        """
-        on_loop: list[CheckedEnv] = []
+        """Return functions that close all environments, see `EnvPool.closing_calls`."""
         calls: list[Callable[[], None]] = []
-        for environment in self._open:
-            if environment.is_coroutine_env:
-                on_loop.append(environment)
-            elif busy or not environment.is_busy:
-                calls.append(environment.close)
-        self._open.clear()
-        self._idle.clear()
-        if on_loop or self._loop_calls.are_open:
-            calls.append(partial(self._close_on_loop, on_loop))
+        for pool in self.pools.values():
+            calls += pool.closing_calls(busy=busy)
         return calls
-
-    def _close_on_loop(self, environments: Sequence[CheckedEnv]) -> None:
-        async def close(environment: CheckedEnv) -> None:
-            # As in an episode of its own, so that it cannot cancel how others are closed.
-            self.loop.enter(Trajectory(Task("closing"), member=0))
-            await self._loop_calls.close(CoroutineEnv(environment, self.threads))
-
-        async def close_all() -> None:
-            await asyncio.gather(*map(close, environments))
-            await self._loop_calls.settle(STOP_S)
-
-        self.loop.run_until_complete(close_all())
 
     def end(self, error: BaseException) -> None:
         """End the play with this error, unless an earlier error already ends it."""
@@ -501,9 +478,9 @@ class Rollouts:
         while state.unfinished and not state.error:
             await _let_others_run()
             if self._engine_may_step():
-                if self._step() and self.threads.count:
+                if self._step() and any(pool.threads.count for pool in self.pools.values()):
                     await _let_others_run()
-                    if self.threads.open_calls:
+                    if any(pool.threads.open_calls for pool in self.pools.values()):
                         time.sleep(MOMENT_S)
             elif state.unfinished and not state.error:
                 state.changed.clear()
@@ -554,10 +531,11 @@ class Rollouts:
         """
         trajectory = episode.trajectory
         started = time.monotonic()
+        pool = self.pools[trajectory.task.env]
         environment: CheckedEnv | None = None
         try:
-            environment = self._idle.pop() if self._idle else await self._make_environment()
-            await self._run_in_environment(environment, episode, make_model)
+            environment = await pool.take()
+            await self._run_in_environment(pool.handle(environment, episode), make_model)
         except OURS:
             raise
         except BaseException as error:
@@ -569,30 +547,19 @@ class Rollouts:
             episode.stats.texts_cut = environment.texts_cut
             environment.texts_cut = 0
             if trajectory.failure is None:
-                self._idle.append(environment)
+                pool.put_back(environment)
             else:
-                await self._drop(environment)
-
-    async def _drop(self, environment: CheckedEnv) -> None:
-        """Close the environment of an episode that failed, unless one of its calls hangs."""
-        if environment.is_busy and not environment.is_closed:
-            return
-        if environment.is_coroutine_env:
-            await self._loop_calls.close(CoroutineEnv(environment, self.threads))
-        elif not environment.is_closed:
-            with quietly():
-                await self.threads.run(environment.close)
-        self._open.discard(environment)
+                await pool.drop(environment)
 
     async def _run_in_environment(
-        self, environment: CheckedEnv, episode: Episode, make_model: Callable[[EnvHandle], Model]
+        self, env: EnvHandle, make_model: Callable[[EnvHandle], Model]
     ) -> None:
-        """Let the agent play an episode in this environment, and judge it.
+        """Let the agent play the episode of this environment, and judge it.
 
         Raises an exception that says what is wrong with the episode.
         """
+        episode = env.episode
         trajectory = episode.trajectory
-        env = EnvHandle(environment, self.threads, self._loop_calls, episode, self.config.env)
         model = make_model(env)
         try:
             async with env.patience.limit():
@@ -604,8 +571,8 @@ class Rollouts:
 
         if _lacks_turns(episode):
             raise RuntimeError("the agent ended without a call of the model")
-        if self._reward and trajectory.turns and trajectory.failure is None:
-            await self._judge(trajectory)
+        if self._rewards and trajectory.turns and trajectory.failure is None:
+            await self._judge(episode)
         if _lacks_turns(episode):
             raise RuntimeError("its turns were taken away")
         problem = turns_problem(trajectory.turns, with_tokens=isinstance(model, EngineModel))
@@ -613,29 +580,36 @@ class Rollouts:
             raise RuntimeError(problem)
 
     @property
+    def _threads_lost(self) -> int:
+        return sum(pool.threads.given_up for pool in self.pools.values())
+
+    @property
     def _processes_lost(self) -> int:
         return getattr(self.factory, "processes_lost", 0)
 
-    async def _make_environment(self) -> CheckedEnv:
-        """Make a new, checked environment, while others are made and played."""
-        environment = CheckedEnv(await self.threads.run(self.factory.make), self.config.env)
-        if environment.is_coroutine_env:
-            self.threads.count = self.config.env.threads
-        self._open.add(environment)
-        return environment
-
-    async def _judge(self, trajectory: Trajectory) -> None:
-        """Give the last turn the reward of reward.type instead of the environment's reward.
+    async def _judge(self, episode: Episode) -> None:
+        """Give the last turn the rewards of the recipe instead of the environment's own.
 
         The other turns get 0.
         """
-        result = await self._judges.run(self._reward, trajectory)
-        reward = number(
-            f"reward.type = '{self.config.reward.type}'", result, -MAX_REWARD, MAX_REWARD
-        )
+        trajectory = episode.trajectory
+        values: dict[str, float] = {}
+        try:
+            for reward in self._rewards:
+                threads = self._patient_judges if reward.limits_itself else self._judges
+                values[reward.label] = await threads.run(reward.value, trajectory)
+        except OURS:
+            raise
+        except BaseException:
+            episode.stats.rewards_failed = 1
+            raise
+
+        total = sum(reward.weight * values[reward.label] for reward in self._rewards)
+        if self.config.rewards:
+            trajectory.rewards = values
         for turn in trajectory.turns:
             is_last = turn is trajectory.turns[-1]
-            turn.outcome = replace(turn.outcome, reward=reward if is_last else 0.0)
+            turn.outcome = replace(turn.outcome, reward=total if is_last else 0.0)
 
 
 async def _let_others_run() -> None:
@@ -652,19 +626,6 @@ def _can_be_used(trajectory: Trajectory) -> bool:
 def _lacks_turns(episode: Episode) -> bool:
     """Whether an episode that neither failed nor ran out of context has no turn."""
     return not (episode.trajectory.turns or episode.trajectory.failure or episode.context_full)
-
-
-def load_reward(config: Config) -> Callable[[Trajectory], Any] | None:
-    """Return the reward function that reward.type names, with its settings.
-
-    Returns None if the environment's own rewards count.
-    """
-    name = config.reward.type
-    if name == "env":
-        return None
-    reward = plugins.load("rewards", name)
-    with others_code(f"reward.type = '{name}'"):
-        return bind(reward, config.reward)
 
 
 def split_by_variance(groups: list[Group]) -> tuple[list[Group], list[Group]]:

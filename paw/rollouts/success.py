@@ -7,7 +7,7 @@ from typing import Any
 
 from paw.config.sections import Config
 from paw.envs.base import kind_name
-from paw.types import Group, Trajectory
+from paw.types import Group, Task, Trajectory
 
 
 def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
@@ -30,8 +30,10 @@ def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> d
 
     The names are games, failures, failure (why the first of the `failed` episodes failed), success
     with ci_low and ci_high, return, steps, valid_actions, score (if the environment has one) and
-    success_<kind>. `failed` episodes count as games without success, and the other means leave them
-    out. If no episode ended, only the first three are returned.
+    success_<kind>. With [[envs]], there are also return_<label>, success_<label>, ci_low_<label> and
+    ci_high_<label>; with [[rewards]], rewards_<label>. `failed` episodes count as games without
+    success, and the other means leave them out. If no episode ended, only the first three are
+    returned.
     """
     episodes: list[Trajectory] = []
     for group in groups:
@@ -58,11 +60,41 @@ def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> d
     if scores:
         metrics["score"] = sum(scores) / len(scores)
 
+    for label in summaries[0].rewards:
+        values = [summary.rewards[label] for summary in summaries]
+        metrics[f"rewards_{label}"] = sum(values) / len(values)
+
     wins_by_kind: dict[str, list[bool]] = defaultdict(list)
     for kind, won in kinds(groups, failed):
         wins_by_kind[kind].append(won)
     for kind, wins in sorted(wins_by_kind.items()):
         metrics[f"success_{kind}"] = sum(wins) / len(wins)
+    return metrics | _metrics_by_environment(groups, failed)
+
+
+def groups_by_environment(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    """Return the groups of each of several environments, by label; {} in a run with one."""
+    by_label: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        if group.task.env:
+            by_label[group.task.env].append(group)
+    return dict(sorted(by_label.items()))
+
+
+def _metrics_by_environment(
+    groups: Sequence[Group], failed: Sequence[Trajectory]
+) -> dict[str, float]:
+    """Return the interval of success and the mean return of each of several environments."""
+    metrics: dict[str, float] = {}
+    for label, own_groups in groups_by_environment(groups).items():
+        episodes = [episode for group in own_groups for episode in group.trajectories]
+        lost = sum(episode.task.env == label for episode in failed)
+        if not episodes:
+            continue
+        games = len(episodes) + lost
+        wins = sum(episode.won for episode in episodes)
+        metrics[f"ci_low_{label}"], metrics[f"ci_high_{label}"] = wilson(wins, games)
+        metrics[f"return_{label}"] = sum(e.episode_return for e in episodes) / len(episodes)
     return metrics
 
 
@@ -90,11 +122,18 @@ def more_context(config: Config) -> str:
 
 
 def kinds(groups: list[Group], failed: Sequence[Trajectory] = ()) -> list[tuple[str, bool]]:
-    """Return (kind of task, whether won) of every episode. `failed` ones count as not won."""
-    rows: list[tuple[str, bool]] = []
+    """Return (kind of task, whether won) of every episode. `failed` ones count as not won.
+
+    With several environments, the label of its environment is a second kind of each episode.
+    """
+    ended: list[tuple[Task, bool]] = []
     for group in groups:
-        for episode in group.trajectories:
-            rows.append((kind_name(episode.task.kind), episode.won))
-    for episode in failed:
-        rows.append((kind_name(episode.task.kind), False))
+        ended += [(episode.task, episode.won) for episode in group.trajectories]
+    ended += [(episode.task, False) for episode in failed]
+
+    rows: list[tuple[str, bool]] = []
+    for task, won in ended:
+        rows.append((kind_name(task.kind), won))
+        if task.env:
+            rows.append((task.env, won))
     return rows

@@ -9,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paw.config.keys import flatten
-from paw.config.recipe import get
-from paw.config.sections import Config, estimator_traits
+from paw.config.entries import by_label
+from paw.config.keys import Flat, flatten
+from paw.config.recipe import get, is_replaced
+from paw.config.sections import ENTRIES, Config, estimator_traits
 from paw.errors import UserError, masked, short_repr
 from paw.io.files import json_object, text_of, update_of, write_file
 from paw.rundir.record import read_info
@@ -47,18 +48,18 @@ def changes(directory: Path, config: Config) -> list[str]:
             raise ValueError("it is missing")
         if not path.is_file():
             raise ValueError("it is not a file")
-        recorded = flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+        recorded = _by_entry(flatten(tomllib.loads(path.read_text(encoding="utf-8"))))
     except (OSError, ValueError, RecursionError) as error:
         return [f"warning: {path} cannot be read, so it is unknown what has changed since: {error}"]
 
     recorded = masked(recorded)
-    current = masked(flatten(config.model_dump(mode="json", exclude_none=True)))
+    current = masked(_by_entry(flatten(config.model_dump(mode="json", exclude_none=True))))
     defaults = flatten(Config.model_validate({"model": {"path": ""}}).model_dump(mode="json"))
     lines = []
     for key in sorted((recorded.keys() | current.keys()) - {"run.name", "run.dir"}):
         old = recorded.get(key, defaults.get(key))
         new = current.get(key, defaults.get(key))
-        belongs_to_new_plugin = key not in recorded and key not in defaults
+        belongs_to_new_plugin = key not in recorded and key not in defaults and not _in_list(key)
         if old == new or belongs_to_new_plugin:
             continue
         if reason := _why_fixed(key, old, new):
@@ -76,7 +77,21 @@ def _why_fixed(key: str, old: Any, new: Any) -> str:
         had_critic = estimator_traits(old).needs_critic
         if had_critic != estimator_traits(new).needs_critic:
             return f"its checkpoints hold {'a' if had_critic else 'no'} critic"
+    if _in_list(key) and old is not None and new is not None and key.endswith(".name"):
+        return FIXED["env.name"]
     return FIXED.get(key, "")
+
+
+def _by_entry(flat: Flat) -> Flat:
+    """Return the keys of a configuration, those of each entry of its lists as envs.LABEL.key."""
+    single = {key: value for key, value in flat.items() if not is_replaced(key, flat)}
+    for name, kind in ENTRIES.items():
+        single |= by_label(kind, single.pop(name, []))
+    return single
+
+
+def _in_list(key: str) -> bool:
+    return key.partition(".")[0] in ENTRIES
 
 
 def _value(value: Any) -> str:

@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args, get_origin
 import tomli_w
 from pydantic.fields import FieldInfo
 
-from paw.config.keys import Row, built_in, fields, own_defaults, own_fields
+from paw.config.entries import Entry
+from paw.config.keys import LISTS, Row, built_in, fields, own_defaults, own_fields
 from paw.config.recipe import as_tree, get, known_keys
-from paw.config.sections import Config
+from paw.config.sections import ENTRIES, Config
 from paw.config.values import Only, Section
 
 HEADING = """# Keys
@@ -36,7 +37,7 @@ def explain(config: Config) -> str:
     section = ""
     tree = as_tree(config)
     for dotted, key in known_keys(config).items():
-        if key.needs:
+        if key.needs or dotted in LISTS:
             continue
         table, _, leaf = dotted.rpartition(".")
         if table != section:
@@ -51,7 +52,19 @@ def explain(config: Config) -> str:
             lines.append(f"# {leaf} is not set")
         else:
             lines.append(f"{leaf} = {_inline(value)}")
+    for name in LISTS:
+        for table in tree.get(name, []):
+            lines += ["", f"[[{name}]]"]
+            lines += _entry_lines(ENTRIES[name], table)
     return "\n".join(lines) + "\n"
+
+
+def _entry_lines(kind: type[Entry], table: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of one table of a list."""
+    for key, field in kind.keys_of(table).items():
+        if key in table:
+            yield f"# {meaning(field)}"
+            yield f"{key} = {_inline(table[key])}"
 
 
 def _inline(value: Any) -> str:
@@ -73,6 +86,9 @@ def page() -> str:
     for section, field in Config.model_fields.items():
         base: Any = field.annotation
         lines += ["", f"## {section}"]
+        if section in LISTS:
+            lines += _list_text(ENTRIES[section])
+            continue
         text = _section_text(base)
         if text:
             lines += ["", text]
@@ -84,6 +100,12 @@ def page() -> str:
                 lines += ["", f'With `{section}.{base.KEY} = "{name}"`:']
                 lines += _table(rows, base.ONLY)
     return "\n".join(lines)
+
+
+def _list_text(kind: type[Entry]) -> list[str]:
+    """Return what the entries of a list are, and the table of the keys of their own."""
+    rows = [(f"{kind.LIST}.LABEL.{key}", field, []) for key, field in kind.own_keys().items()]
+    return ["", " ".join((kind.__doc__ or "").split()), *_table(rows, None)]
 
 
 def _section_text(base: Any) -> str:

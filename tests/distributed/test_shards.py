@@ -255,7 +255,11 @@ def replicas(rank, folder):
         background=True,
     )
     pending.publish(1)
-    assert restore.restore([other], ranks, folder, warn=pytest.fail) == (folder / "step_000001", 1)
+    assert restore.restore([other], ranks, folder, warn=pytest.fail) == (
+        folder / "step_000001",
+        1,
+        None,
+    )
     parameters = zip(saved.model.parameters(), other.model.parameters(), strict=True)
     for expected, parameter in parameters:
         assert torch.equal(full_tensor(expected.detach()), full_tensor(parameter.detach()))

@@ -146,7 +146,7 @@ def test_plain_environments_are_made_in_env_threads_threads():
     groups, stats = play(rollouts, groups=6)
     assert stats.failures == []
     assert len(episodes_of(groups)) == 24
-    assert rollouts.threads.count == 12
+    assert rollouts.pools[""].threads.count == 12
 
 
 def test_processes_make_several_environments_at_the_same_time(tmp_path, monkeypatch):

@@ -213,6 +213,8 @@ def _play_agent(
     """Play the tasks that are not yet in the evaluation's folder. Returns (results, folder)."""
     check_passwords(config)
     if config.agent.type == "zerosearch":
+        if config.envs:
+            raise UserError("agent.type = 'zerosearch' plays [env], not several [[envs]]")
         env = config.env.model_copy(update={"retriever": "zerosearch"})
         config = config.model_copy(update={"env": env})
     agent = find_agent(config)
@@ -395,6 +397,9 @@ def _deciding_keys(config: Config) -> dict[str, Any]:
         if key.startswith("env.simulator.") and key not in SIMULATOR:
             continue
         settings[key] = value
+    if config.envs:
+        tables = [entry.model_dump(mode="json", exclude={"share"}) for entry in config.envs]
+        settings["envs"] = [table | {"processes": 0} for table in tables]
     return settings
 
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from paw.config.keys import keys_of
+from paw.config.keys import Flat, flatten, keys_of
 from paw.config.recipe import layered, load, named, override, read_recipe, recipe_names
-from paw.config.sections import Config
-from paw.errors import UserError, to_stderr
+from paw.config.sections import Config, EnvEntry
+from paw.errors import UserError, clean, to_stderr
 
 Overrides = dict[str, Any]
 
@@ -15,7 +15,7 @@ def load_played(
     recipe: str | Path | Config | None, overrides: Overrides, defaults: Overrides | None = None
 ) -> Config:
     """Return the configuration of a recipe. Without one, use the recipe <env.name>-grpo if it
-    exists.
+    exists. Of a recipe with several [[envs]], env.name chooses one, by its label.
 
     `overrides` take precedence over `defaults`. A default is used only if the environment has its
     key. Raises UserError if neither a recipe nor env.name is given.
@@ -34,6 +34,10 @@ def load_played(
     origins: dict[str, str] = {}
     if recipe is not None:
         recipe_values, origins = read_recipe(str(recipe))
+    if recipe_values.get("envs") and name is not None:
+        recipe_values = _with_one_env(recipe_values, str(name))
+        name = recipe_values["env.name"]
+        overrides = overrides | {"env.name": name}
     known_keys = keys_of(Config, layered(recipe_values, {"env.name": name} if name else {}))
     values = {key: value for key, value in (defaults or {}).items() if key in known_keys}
     values |= overrides
@@ -42,3 +46,20 @@ def load_played(
         values = {"env.retriever": "bm25"} | values
     origin = str(recipe or "command line")
     return override(recipe_values, values, origin=origin, origins=origins)
+
+
+def _with_one_env(recipe_values: Flat, label: str) -> Flat:
+    """Return the keys of a recipe with one of its [[envs]] as its only environment.
+
+    Raises UserError if it has none with this label.
+    """
+    labels = [EnvEntry.label_of(table) for table in recipe_values["envs"]]
+    if label not in labels:
+        raise UserError(
+            f"--env {clean(label)}: the recipe has several environments, {', '.join(labels)}; "
+            "name one of these"
+        )
+    table = recipe_values["envs"][labels.index(label)]
+    own_keys = {key: value for key, value in table.items() if key not in EnvEntry.own_keys()}
+    others = {key: value for key, value in recipe_values.items() if key != "envs"}
+    return others | flatten(own_keys, "env.")

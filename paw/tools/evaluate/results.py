@@ -100,6 +100,8 @@ def summarise(
     if any(line["score"] is not None for line in played):
         summary["score"] = sum(line["score"] or 0.0 for line in played) / len(played)
 
+    if "envs" in settings:  # the kinds of several environments begin with their labels
+        shares += [(kind.partition("/")[0], share) for kind, share in shares]
     summary["kinds"] = kind_rows(shares)
     summary["steps"] = sum(line["steps"] for line in played) / max(1, len(played))
     summary["valid_actions"] = sum(turn["valid"] for turn in turns) / max(1, len(turns))

@@ -9,8 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from paw.config import plugins
-from paw.config.keys import flatten
-from paw.config.recipe import known_keys, layered, validate
+from paw.config.recipe import as_set, known_keys, layered, validate
 from paw.config.sections import Config
 from paw.errors import UserError
 from paw.rollouts.engines import find_engine
@@ -189,7 +188,7 @@ def _same_learning(one: Config, other: Config) -> bool:
 
 def words(config: Config, before: Config) -> str:
     """Return the command-line options that turn `before` into `config`."""
-    chosen_keys = flatten(as_set(config)).keys() | flatten(as_set(before)).keys()
+    chosen_keys = as_set(config).keys() | as_set(before).keys()
     keys_before = known_keys(before)
     differing = []
     for key, state in known_keys(config).items():
@@ -339,13 +338,9 @@ def get(config: Config, key: str) -> Any:
         return None
 
 
-def as_set(config: Config) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-
-
 def changed(config: Config, *changes: Change) -> Config:
     """Return the configuration with dotted keys replaced. Defaults that were not set stay unset."""
-    flat = flatten(as_set(config))
+    flat = as_set(config)
     for change in changes:
         flat = layered(flat, change)
     return validate(flat, origin="paw plan")

@@ -13,7 +13,8 @@ import tomli_w
 from rich.console import Console
 from rich.table import Column, Table
 
-from paw.config.recipe import known_keys, load
+from paw.config.keys import nested
+from paw.config.recipe import as_set, known_keys, load
 from paw.config.sections import Config
 from paw.errors import UserError, masked
 from paw.io.files import write_file, writing
@@ -26,7 +27,6 @@ from paw.tools.plan.fit import (
     SHARE,
     Machine,
     Tried,
-    as_set,
     changed,
     fit,
     get,
@@ -359,4 +359,4 @@ def _write(path: Path, best: Plan) -> None:
         f" {best.host_total:.1f} GiB of host memory, {best.step_s:.0f} s an update.\n"
     )
     with writing(path):
-        write_file(path, heading + tomli_w.dumps(masked(as_set(best.config))))
+        write_file(path, heading + tomli_w.dumps(nested(masked(as_set(best.config)))))

@@ -83,9 +83,14 @@ class Run:
 
     @property
     def kinds(self) -> list[str]:
-        """Return the first 12 task types with an evaluation, in the order of the log."""
+        """Return the first 12 task types with an evaluation, in the order of the log.
+
+        The environments of a run with several come before their task types.
+        """
         prefix = "eval/success_"
         names = [key.removeprefix(prefix) for key in self.metrics if key.startswith(prefix)]
+        interval = "eval/ci_low"
+        names.sort(key=lambda name: f"{interval}_{name}" not in self.metrics)
         return names[:12]
 
 

@@ -61,11 +61,13 @@ def _check(config: Config, name: str, resume: str) -> None:
     something, all must know.
     """
     check_free(config.run.dir / name, resume=resume)
-    data = getattr(config.env, "data", None)
-    if data and not data.expanduser().exists():
+    sections = config.environments.values()
+    folders = [getattr(section, "data", None) for section in sections]
+    if any(folder and not folder.expanduser().exists() for folder in folders):
         make_factory(config)  # says what is missing and how to get it
     # Report mistakes in a user's own environment before asking the hub.
-    if config.model.path != "quickstart" and ":" not in config.env.name:
+    has_own = any(":" in section.name for section in sections)
+    if config.model.path != "quickstart" and not has_own:
         check_hub(config.model.path)
 
 
@@ -75,7 +77,9 @@ def _announce_warmup(config: Config, resume: str) -> None:
     This is only for environments that generate their tasks. Others are made quickly, and their
     mistakes are reported without this line.
     """
-    generates = getattr(config.env, "data", "") is None
+    generates = all(
+        getattr(section, "data", "") is None for section in config.environments.values()
+    )
     if config.model.path == "quickstart" and generates and not resume:
         make_factory(config)
         to_stdout(

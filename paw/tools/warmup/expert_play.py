@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from paw.config.sections import Config, EnvConfig
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
+from paw.envs.several import parts_of
 from paw.errors import OURS, EnvironmentFailure, NoOracleError, UserError, describe, quietly
 from paw.rollouts.continuation import add_result
 from paw.rollouts.guard import CheckedEnv, make_threads
@@ -39,26 +40,32 @@ def demonstrations(
     stray_actions: float = 0.0,
     split: str = "warmup",
 ) -> Iterator[Demonstration]:
-    """Yield turns of an expert that plays the games of a split endlessly.
+    """Yield turns of an expert that plays the games of a split endlessly, of all environments.
 
     `random_actions` and `stray_actions` are the shares of turns with another action than the
     expert's. A random action is any admissible one. A stray action was admissible in the turn
     before and often no longer has an effect. A game whose environment fails is abandoned. Raises
     UserError if too many games in a row fail, or if the environment has no expert.
     """
-    player = _ExpertPlayer(factory, env, random.Random(seed), random_actions, stray_actions)
+    rng = random.Random(seed)
+    players: dict[str, _ExpertPlayer] = {}
+    for label, part in parts_of(factory, env).items():
+        players[label] = _ExpertPlayer(
+            part.factory, part.config, rng, random_actions, stray_actions
+        )
     failed_in_a_row = 0
     for task in _tasks_without_end(factory, seed=seed, split=split):
+        player = players[task.env]
         done = False
         previous_choices: list[str] | None = None
         while not done:
             try:
-                turn, done = player.play_turn(task, previous_choices)
+                turn, done = player.play_turn(task.own, previous_choices)
             except OURS:
                 raise
             except NoOracleError as error:
                 raise UserError(
-                    f"env.name = '{env.name}': {error}, so there is no expert play to learn from"
+                    f"env.name = '{player.env.name}': {error}, so there is no expert play to learn from"
                 ) from None
             except BaseException as error:
                 failed_in_a_row += 1

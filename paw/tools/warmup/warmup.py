@@ -85,6 +85,10 @@ def ensure_warm_model(
         "temperature": config.rollout.temperature,
         "games": factory.fingerprint(),
     }
+    if config.envs:
+        recipe["envs"] = [
+            entry.model_dump(mode="json", exclude={"processes"}) for entry in config.envs
+        ]
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     name = f"quickstart-{digest}"
 
