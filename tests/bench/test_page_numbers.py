@@ -512,6 +512,9 @@ def rollout() -> Iterator[str]:
         same = "" if row["same"] is None else f"{row['same']:.1f}"
         times = [f"{row[key]:.2f}" for key in ("fewer_tokens", "faster", "less_cpu")]
         yield table_line(row["rows"], same, f"{row['tokens']:,.0f}", *times)
+    for row in read("shared_prefix_depth_cpu"):
+        times = [f"{row[key]:.2f}" for key in ("fewer_tokens", "faster", "less_cpu")]
+        yield table_line(row["rows"], f"{row['tokens']:,.0f}", *times)
     yield importlib.import_module("bench.rollout.plot").markdown(common.RESULTS / "rollout_cpu.csv")
     rows = read("rollout_cpu")
     hits = values(rows, "cached_frac")

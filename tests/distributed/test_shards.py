@@ -10,6 +10,7 @@ import forked
 import pytest
 import torch
 from forked import Child, call_in_ranks, run_ranks
+from joint import make_lm
 from jsonl import read_jsonl
 from test_train_ranks import (  # noqa: F401
     exit_codes,
@@ -21,7 +22,6 @@ from test_train_ranks import (  # noqa: F401
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from toyworld import practised_model
 
 from paw.checkpoint import files as checkpoint
 from paw.checkpoint import restore
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_is_being_written_outlives_a_failing_callback(
 
 
 def trained(mesh, slope):
-    policy = Policy(practised_model())
+    policy = Policy(make_lm("qwen3"))
     fully_shard(policy, mesh=mesh)
     optimizer = torch.optim.AdamW(policy.parameters())
     for parameter in policy.parameters():
