@@ -554,9 +554,11 @@ class Config(Section):
     warmup: WarmupConfig = WarmupConfig()
     env: SerializeAsAny[EnvConfig] = _DEFAULT
     envs: list[EnvEntry] = []
+    """Several environments in one run, in place of `env`."""
     agent: SerializeAsAny[AgentConfig] = _DEFAULT
     reward: SerializeAsAny[RewardConfig] = _DEFAULT
     rewards: list[RewardEntry] = []
+    """Several rewards of an episode, in place of `reward`."""
     endpoint: EndpointConfig = EndpointConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: SerializeAsAny[EngineConfig] = _DEFAULT

@@ -53,6 +53,9 @@ def explain(config: Config) -> str:
         else:
             lines.append(f"{leaf} = {_inline(value)}")
     for name in LISTS:
+        lines += ["", f"# {meaning(Config.model_fields[name])}"]
+        if not tree.get(name):
+            lines.append(f"# [[{name}]] is not set")
         for table in tree.get(name, []):
             lines += ["", f"[[{name}]]"]
             lines += _entry_lines(ENTRIES[name], table)

@@ -343,7 +343,7 @@ def test_a_plug_in_of_ones_own_brings_its_keys(recipe, folder):
     for key, text, message in (
         ("env.dept", "4", "unknown key '--env.dept'; did you mean 'env.depth'?"),
         ("env.depth", "deep", "env.depth = 'deep': Input should"),
-        ("env.backend", "native", "unknown key '--env.backend'; env.name = 'alfworld' has it"),
+        ("env.goals", "human", "unknown key '--env.goals'; env.name = 'webshop' has it"),
         (
             "env.name",
             "mine.py:Mase",
@@ -366,7 +366,7 @@ def test_each_kind_of_name(folder, monkeypatch):
     plugins._registered.cache_clear()
     try:
         assert plugins.load("rewards", "maze").__name__ == "Maze"
-        assert plugins.names("rewards") == ["maze"]
+        assert plugins.names("rewards") == ["judge", "maze"]
     finally:
         plugins._registered.cache_clear()
 

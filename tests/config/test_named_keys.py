@@ -19,7 +19,8 @@ OTHER = {
     "wm.balance", "wm.horizon", "optim.clip",  # removed, and named as that in experiments.md
     "advantage.scal",  # a typo, to show what comes of it
     "env.simulator", "model.chat_template_kwargs.enable_thinking",
-    "run.json", "run.py", "model.safetensors",
+    "run.json", "run.py", "model.safetensors", "rewards.py",
+    "envs.household.share", "rewards.brief.weight",  # keys of entries, by label
 }  # fmt: skip
 
 
