@@ -20,7 +20,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from paw.config import plugins
-from paw.config.entries import entry_of, with_key
+from paw.config.entries import by_label, entry_of, with_key
 from paw.config.hints import unknown_key
 from paw.config.keys import LISTED, LISTS, Flat, Key, flatten, keys_of, nested
 from paw.config.sections import ENTRIES, Config
@@ -86,7 +86,8 @@ def as_set(config: Config) -> Flat:
 
 def is_replaced(key: str, flat: Flat) -> bool:
     """Whether a key belongs to a section that a list of several such sections replaces."""
-    return bool(flat.get(LISTED.get(key.partition(".")[0], "")))
+    list_name = LISTED.get(key.partition(".")[0])
+    return list_name is not None and bool(flat.get(list_name))
 
 
 def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
@@ -150,19 +151,21 @@ def _with_override(list_name: str, tables: Any, key: str, value: Any) -> list[An
 
 
 def named(value: Any) -> Any:
-    """Replace the plug-ins in a value with their names."""
-    if isinstance(value, list):
-        return [_named_entry(item) for item in value]
-    if isinstance(value, str | int | float | tuple | dict | Path | None):
+    """Replace a plug-in with its name, also in a list, and in the tables of a list."""
+    if not isinstance(value, list):
+        return _name_of(value)
+    return [
+        {key: _name_of(inner) for key, inner in item.items()}
+        if isinstance(item, dict)
+        else _name_of(item)
+        for item in value
+    ]
+
+
+def _name_of(value: Any) -> Any:
+    if isinstance(value, str | int | float | tuple | list | dict | Path | None):
         return value
     return plugins.give(value)
-
-
-def _named_entry(item: Any) -> Any:
-    """Replace the plug-ins in an item of a list, which may be a table of such items."""
-    if isinstance(item, dict):
-        return {key: named(value) for key, value in item.items()}
-    return named(item)
 
 
 def _parsed(text: str, kind: Any) -> Any:
@@ -269,9 +272,12 @@ def as_tree(config: Config) -> dict[str, Any]:
 def check_passwords(config: Config) -> None:
     """Raise UserError if a URL has the password ***, which a run's files contain instead."""
     plain = config.model_dump(mode="json", exclude_none=True)
-    for key, state in known_keys(config).items():
-        value = get(plain, key)
-        if state.needs or not NO_PASSWORD.search(str(value)):
+    values = {key: get(plain, key) for key, state in known_keys(config).items() if not state.needs}
+    for name, kind in ENTRIES.items():
+        values.pop(name, None)
+        values |= by_label(kind, plain[name])
+    for key, value in values.items():
+        if not NO_PASSWORD.search(str(value)):
             continue
         raise UserError(
             f"{key} = {short_repr(value)}: files of a run do not keep passwords; "

@@ -452,7 +452,7 @@ def test_an_unchanged_agent_trains(tiny_llm, says_only, paw_here, read_metrics, 
         "agent.type": "command", "agent.command": f"{sys.executable} {AGENT_WITH_OPENAI}",
         "model.path": model, "model.dtype": "float32", "model.tool_parser": "transformers",
         "engine.type": "transformers", "run.threads": 1, "run.dir": tmp_path, "run.name": "run",
-        "run.updates": 2, "rollout.tasks": 1, "rollout.group_size": 3, "eval.every": 0, "eval.games": 1,
+        "run.updates": 2, "rollout.tasks": 1, "rollout.group_size": 2, "eval.every": 0, "eval.games": 1,
         "rollout.max_response_tokens": 6, "rollout.max_prompt_tokens": 1500, "wm.alpha": 1.0,
         "policy.kl_coef": 0, "policy.old_logp": "trainer", "optim.lr": 1e-3, "run.seed": 1,
     }  # fmt: skip

@@ -26,6 +26,7 @@ from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.errors import UserError, clean, describe
 from paw.io import threads
+from paw.rollouts.rewards import Reward
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import kinds, success_metrics
 from paw.tools.evaluate.results import kind_rows
@@ -169,7 +170,8 @@ def test_a_task_without_a_kind_is_one_line(rollouts):
             return [Task("a"), Task("b", None)]
 
     with pytest.raises(
-        UserError, match=r"Task\(id='b', kind=None\) is among the tasks; each must be a Task"
+        UserError,
+        match=r"Task\(id='b', kind=None, env=''\) is among the tasks; each must be a Task",
     ):
         rollouts(TasksWithoutKind).training(0, 2)
 
@@ -495,7 +497,7 @@ def test_a_reward_that_spoils_an_episode_costs_it(rollouts, act, failure):
         return act(trajectory) if trajectory.member == 2 else 1.0
 
     played = rollouts()
-    played._reward = reward
+    played._rewards = [Reward("", 1.0, "reward.type = 'mine'", reward)]
     groups, stats = play(played)
     assert len(stats.failures) == 2
     for line in stats.failures:
@@ -514,8 +516,9 @@ def test_closing_waits_no_longer_than_one_call(rollouts, monkeypatch):
 
     monkeypatch.setattr(threads, "wait", counting)
     played.close()
-    # All environments at once, then rewards, of which there are none.
-    assert waited_for == [(8, 0.3), (0, 0.3)]
+    # All environments at once, then rewards, of which there are none: with our time limit, and with
+    # their own.
+    assert waited_for == [(8, 0.3), (0, 0.3), (0, None)]
 
 
 def test_too_many_threads_that_hang_end_the_run_with_one_line(rollouts, monkeypatch):

@@ -69,7 +69,7 @@ def lines_are_short(lines):
 # --- configuration
 
 
-@settings(fuzz, max_examples=120)
+@settings(fuzz, max_examples=60)
 @given(
     key=KEYS,
     value=st.one_of(TEXTS, VALUES, st.just(DEEP)),

@@ -172,19 +172,16 @@ def test_a_sandbox_that_breaks_costs_its_episode_and_the_next_one_starts_another
 
 
 @needs_bubblewrap
-def test_a_sandbox_ends_with_a_process_that_is_killed(tmp_path):
+def test_a_sandbox_ends_with_a_process_that_is_killed(folder):
     code = f"""
 from pathlib import Path
 from paw.envs.terminal.sandbox import Folder, Limits, open_shell
-folder = Folder(Path({str(tmp_path)!r}))
-folder.path("/work").mkdir()
+folder = Folder(Path({str(folder.root)!r}))
 shell = open_shell(folder, workdir="/work", limits=Limits(256, 16, 8))
 shell.run(":", 60)
 print(shell._process.pid, flush=True)
 shell.run("sleep 1e9", 1e9)
 """
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)  # commands of root's run as another user
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         bubblewrap = int(process.stdout.readline())

@@ -3,11 +3,10 @@
 import importlib.util
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
-from joint import Objective, make_lm, make_rows, packed, relative, tiny_policy
+from joint import Objective, make_lm, make_rows, packed, relative
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from paw.algo.loss import log_probs
@@ -40,16 +39,14 @@ def assert_same(fast, plain, *, count):
 
 
 @pytest.mark.slow
-def test_compiled_layers_give_the_same_and_sampling_stays_eager(monkeypatch):
-    """With a compiler back end that generates no code, which is torch's own business."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+def test_sampling_stays_eager_with_compiled_layers():
+    """test_fused.py compares what they compute."""
     fast = Policy(make_lm("qwen3", num_hidden_layers=1), checkpointing="full")
     plain = fast.lm.get_decoder().layers[0].forward
     compile_layers(fast.lm)
     with torch.compiler.set_stance("fail_on_recompile"):
         fast.lm(input_ids=torch.tensor([[1, 2, 3]]))
     assert fast.lm.get_decoder().layers[0].forward != plain
-    assert_same(fast, tiny_policy("qwen3", num_hidden_layers=1), count=8)
 
 
 INTERPRETED = """

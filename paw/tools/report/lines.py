@@ -26,9 +26,12 @@ class LineFile:
     def read_new(self) -> tuple[bool, list[tuple[int, bytes]]]:
         """Return (whether earlier lines may have changed, [(offset, line)] of new complete lines).
 
-        If they may have changed, the lines are those of the whole file. A missing file is empty.
+        If they may have changed, the lines are those of the whole file. A missing file is empty, and
+        so is a pipe, which would make the reader wait.
         """
         try:
+            if not self.path.is_file():
+                raise FileNotFoundError(self.path)
             file = self.path.open("rb")
         except OSError:
             was_read = self.offset > 0
