@@ -286,3 +286,17 @@ def test_a_retriever_is_named_without_its_password(server):
         )
     assert SECRET not in str(error.value)
     assert "me:***@127.0.0.1:9" in str(error.value)
+
+
+def test_an_entry_of_a_list_shows_no_password(tmp_path):
+    entry = f'type = "judge"\nmodel = "judge"\nrubric = "Is it right?"\nurl = "{with_password("https://host")}"\n'
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'base = "quickstart"\n[[rewards]]\nlabel = "fair"\n{entry}')
+    config = load(recipe)
+    check_passwords(config)
+    for text in (dump(config), explain(config)):
+        assert SECRET not in text
+        assert "https://me:***@host" in text
+    recipe.write_text(dump(config))
+    with pytest.raises(UserError, match=r"^rewards\.fair\.url = .*do not keep passwords"):
+        check_passwords(load(recipe))
