@@ -18,12 +18,15 @@ JOBS ?= 3
 # process than cores: many tests wait for processes of their own. A fourth gains two seconds in a hundred.
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check fast lint docs lines constraints soak gpu gpu-is-there clean
+.PHONY: train test full check fast lint docs lines constraints soak gpu gpu-is-there clean
 
 train: $(VENV)/.base  ## train the quickstart recipe and write a report
 	$(PY) -m paw train quickstart $(PROCESSES) $(ARGS)
 
-test: $(VENV)/.test  ## everything: unit, kernels, reliability, real vLLM, real TextWorld
+test: $(VENV)/.test  ## unit, kernels, reliability, real vLLM, real TextWorld
+	$(PYTEST) -m "not long" $(ARGS)
+
+full: $(VENV)/.test  ## with the few that take minutes: SmolLM2-135M, torchrun, a type checker (before a release)
 	$(PYTEST) $(ARGS)
 
 check: $(VENV)/.test  ## the inner loop, under two minutes

@@ -164,6 +164,7 @@ def editable_install(folder: Path, env: dict[str, str]) -> Path:
     return folder / "venv" / "bin" / "python"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_type_checkers_resolve_an_editable_install(tmp_path):
     """A user outside the tree gets the real signatures, and no error in the blocks of

@@ -201,6 +201,7 @@ if "RANK" not in os.environ:
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_ranks_with_an_engine_each(start, tmp_path, paw):
     pytest.importorskip("vllm")

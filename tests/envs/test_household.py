@@ -285,6 +285,7 @@ def test_official_games_match_the_real_engine(both, official_games, tmp_path, mo
         assert play_both(both, task, generator, wander) or wander
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_generated_games_match_the_real_engine(both):
@@ -302,6 +303,7 @@ def test_generated_games_match_the_real_engine(both):
         assert play_both(both, Task("generated", game.kind, game), generator, wander) or wander
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_quirks_match_the_real_engine(both, tmp_path):

@@ -33,6 +33,7 @@ def test_settings_that_contradict_each_other_are_refused():
         load("quickstart", {"optim.name": "flash-adamw"})
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_on_interpreted_kernels(tmp_path):
     """Runs all cases of the worker, those of two ranks included."""

@@ -75,6 +75,7 @@ print(norm.forward.__func__.__module__, mlp.forward.__func__.__module__)
 """
 
 
+@pytest.mark.long
 @needs_liger
 @pytest.mark.slow
 def test_liger_gives_the_same():
