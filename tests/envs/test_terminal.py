@@ -416,7 +416,8 @@ def test_folders_of_all_three_formats_are_played_and_checked(data):
 
 
 @needs_bubblewrap
-def test_a_container_of_the_users_is_one_sandbox_from_start_to_check(data):
+def test_a_container_of_the_users_is_one_sandbox_from_start_to_check(data, monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)  # vLLM sets it in its own process
     factory = load_data(data, container=OTHER_USERS_CONTAINER)
     with read_tasks(factory, "test", 0) as tasks:
         task = tasks[0]

@@ -239,8 +239,8 @@ class Callback:
                     self.on_update(run, metrics)
 
         if run.step == 2:
-            while run.config.run.save_every and not any(run.directory.glob("checkpoints/step_*")):
-                time.sleep(0.01)  # that of update 1 is still being written
+            if run.config.run.save_every:
+                run.settle()  # the checkpoint of update 1 may still be being written
             match os.environ.get("ATTACK"):
                 case "renamed":
                     run.directory.rename(run.directory.with_name("elsewhere"))
