@@ -32,9 +32,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     with temporary_folder() as folder:
-        folder.write("/work/a", b"red\nblue\n")
+        folder.write("/task/a", b"red\nblue\n")
         folder.hand_over()
-        shell = open_shell(folder, workdir="/work", limits=LIMITS)
+        shell = open_shell(folder, workdir="/task", limits=LIMITS)
         for command in ("echo 3 > out", "grep -c red a", "sed -i s/red/blue/ a"):
             for kept in (True, False):
                 speed = commands_per_second(shell, command, options.commands, kept=kept)

@@ -27,14 +27,14 @@ LIMITS = Limits(memory_mib=256, processes=24, disk_mib=8)
 OTHER_USERS_CONTAINER = (
     "bwrap --unshare-all --die-with-parent --ro-bind /usr /usr --symlink usr/bin /bin "
     "--symlink usr/lib /lib --symlink usr/lib64 /lib64 --proc /proc --dev /dev --tmpfs /tmp "
-    "--bind {folder} /work --setenv IMAGE {image}"
+    "--bind {folder} /task --setenv IMAGE {image}"
 )
 
 
 @pytest.fixture
 def folder(tmp_path_factory):
     with sandbox.temporary_folder() as made:
-        made.write("/work/a.txt", b"one\ntwo\n")
+        made.write("/task/a.txt", b"one\ntwo\n")
         made.path("/tmp").mkdir()
         made.hand_over()
         yield made
@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def shell(folder):
-    opened = open_shell(folder, workdir="/work", limits=LIMITS)
+    opened = open_shell(folder, workdir="/task", limits=LIMITS)
     yield opened
     opened.close()
 
@@ -63,7 +63,7 @@ def test_a_command_goes_on_where_the_last_one_ended(shell):
     assert output.endswith("exec: true: not found\n")
     assert status == 127
     assert run(shell, "/bin/pwd; echo $PATH") == ("/\n/none\n", 0, "")
-    assert shell.run("pwd; echo $Y$x; declare -F", 20, new=True).output == b"/work\n\n"
+    assert shell.run("pwd; echo $Y$x; declare -F", 20, new=True).output == b"/task\n\n"
 
 
 @needs_bubblewrap
@@ -77,7 +77,7 @@ def test_nothing_of_the_machine_can_be_seen_or_changed(shell, tmp_path, monkeypa
         "echo > /dev/tcp/127.0.0.1/22",
         "echo > /dev/udp/1.1.1.1/53",
         "unshare --user --map-root-user id",
-        "mount -t tmpfs none /work",
+        "mount -t tmpfs none /task",
         "kill -9 1",
     ]
     for command in commands:
@@ -89,7 +89,7 @@ def test_nothing_of_the_machine_can_be_seen_or_changed(shell, tmp_path, monkeypa
     names = {line.partition("=")[0] for line in output.splitlines() if "=" in line}
     assert names <= {"PATH", "HOME", "LANG", "TERM", "PWD", "OLDPWD", "SHLVL", "_"}
     assert run(shell, "cat /proc/net/dev | grep -c :")[0] == "1\n"  # only the loopback
-    assert run(shell, "ls -a /work; id -u")[0].split()[-2] == "a.txt"
+    assert run(shell, "ls -a /task; id -u")[0].split()[-2] == "a.txt"
     capabilities = run(shell, "grep CapEff /proc/self/status")[0].split()[1]
     assert int(capabilities, 16) == 0
 
@@ -117,7 +117,7 @@ def test_a_command_that_runs_into_a_limit_is_stopped_and_the_next_one_works(
 
 @needs_bubblewrap
 def test_the_memory_of_a_process_and_of_all_together_is_limited(folder):
-    shell = open_shell(folder, workdir="/work", limits=LIMITS._replace(memory_mib=64))
+    shell = open_shell(folder, workdir="/task", limits=LIMITS._replace(memory_mib=64))
     output, status, _ = run(shell, "head -c 100M /dev/zero | tail -c 100M | wc -c")
     assert int(output.split()[-1]) < 100 << 20
     assert status == 0
@@ -131,7 +131,7 @@ def test_the_memory_of_a_process_and_of_all_together_is_limited(folder):
 @needs_bubblewrap
 def test_a_file_has_a_largest_size_and_a_full_folder_is_reported(shell, folder):
     assert run(shell, "head -c 100M /dev/zero > big")[1] != 0
-    assert folder.path("/work/big").stat().st_size == 8 << 20
+    assert folder.path("/task/big").stat().st_size == 8 << 20
     assert "left more than 8 MiB" in run(shell, "head -c 1M /dev/zero > more")[2]
     endless = "for ((i=0;; i++)); do head -c 1M /dev/zero > f$i; done"
     assert "left more than 8 MiB" in run(shell, endless)[2]
@@ -139,11 +139,11 @@ def test_a_file_has_a_largest_size_and_a_full_folder_is_reported(shell, folder):
 
 @needs_bubblewrap
 def test_nothing_outlives_its_command(shell, folder):
-    command = "(setsid sh -c 'while :; do echo x >> /work/log; done' &) ; sleep 0.1"
+    command = "(setsid sh -c 'while :; do echo x >> /task/log; done' &) ; sleep 0.1"
     assert run(shell, command) == ("", 0, "")
-    size = folder.path("/work/log").stat().st_size
+    size = folder.path("/task/log").stat().st_size
     assert run(shell, "ls -d /proc/[0-9]* | wc -l")[0] in ("3\n", "4\n")  # first, shell, ls, wc
-    assert folder.path("/work/log").stat().st_size == size
+    assert folder.path("/task/log").stat().st_size == size
 
 
 @needs_bubblewrap
@@ -151,7 +151,7 @@ def test_a_shell_survives_what_a_command_does_to_it(shell):
     assert (
         run(shell, "kill -9 $PPID; kill -9 0; kill -9 -1; kill -9 $$; kill -9 $BASHPID")[1] == 137
     )
-    assert run(shell, "chmod 000 /work; cd /; false")[1] == 1
+    assert run(shell, "chmod 000 /task; cd /; false")[1] == 1
     assert run(shell, "printf '\\0old-0123456789abcdef 0\\0'")[0] == "\0old-0123456789abcdef 0\0"
     assert (
         run(shell, "read() { :; }; printf() { :; }; kill() { :; }; trap 'echo bye' EXIT")[0]
@@ -177,7 +177,7 @@ def test_a_sandbox_ends_with_a_process_that_is_killed(folder):
 from pathlib import Path
 from paw.envs.terminal.sandbox import Folder, Limits, open_shell
 folder = Folder(Path({str(folder.root)!r}))
-shell = open_shell(folder, workdir="/work", limits=Limits(256, 16, 8))
+shell = open_shell(folder, workdir="/task", limits=Limits(256, 16, 8))
 shell.run(":", 60)
 print(shell._process.pid, flush=True)
 shell.run("sleep 1e9", 1e9)
@@ -212,21 +212,21 @@ def test_files_are_read_without_leaving_the_folder(tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("secret")
     folder = Folder(tmp_path / "root")
-    folder.write("/work/deep/file", b"content")
-    (folder.root / "work" / "link").symlink_to(outside)
-    (folder.root / "work" / "up").symlink_to(tmp_path)
-    os.mkfifo(folder.root / "work" / "pipe")
-    assert folder.read("/work/deep/file", limit=3) == b"con"
+    folder.write("/task/deep/file", b"content")
+    (folder.root / "task" / "link").symlink_to(outside)
+    (folder.root / "task" / "up").symlink_to(tmp_path)
+    os.mkfifo(folder.root / "task" / "pipe")
+    assert folder.read("/task/deep/file", limit=3) == b"con"
     unreadable = ("link", "up/outside", "nothing", "deep", "deep/file/x")
-    assert [folder.read(f"/work/{name}") for name in unreadable] == [None] * 5
-    assert folder.read("/work/pipe") in (b"", None)  # and nothing waits for a writer
+    assert [folder.read(f"/task/{name}") for name in unreadable] == [None] * 5
+    assert folder.read("/task/pipe") in (b"", None)  # and nothing waits for a writer
 
-    (folder.root / "work" / "deep").chmod(0)
+    (folder.root / "task" / "deep").chmod(0)
     folder.clear()
-    assert list((folder.root / "work").iterdir()) == []
+    assert list((folder.root / "task").iterdir()) == []
     assert outside.read_text() == "secret"
     assert folder.is_within(LIMITS)
-    folder.write("/work/big", bytes(9 << 20))
+    folder.write("/task/big", bytes(9 << 20))
     assert not folder.is_within(LIMITS)
 
 
@@ -312,12 +312,12 @@ def test_the_oracle_solves_every_kind_in_one_sandbox_and_damage_is_noticed():
             assert play(environment, tasks[i])[-1].won, tasks[i].kind
         root = environment._folder.root
         environment.reset(tasks[2])
-        environment.step("\nx=1; cd /tmp; touch left; rm -rf /work/*; ln -s / /work/a")
+        environment.step("\nx=1; cd /tmp; touch left; rm -rf /task/*; ln -s / /task/a")
         ended = environment.step("\nexit")
         assert ended.done
         assert not ended.won
         environment.reset(tasks[1])
-        assert environment.step("\npwd; ls -x; ls /tmp; echo $x").observation == "/work\na  b  c"
+        assert environment.step("\npwd; ls -x; ls /tmp; echo $x").observation == "/task\na  b  c"
         assert environment._folder.root == root
     environment.close()
     assert not root.exists()
@@ -425,11 +425,11 @@ def test_a_container_of_the_users_is_one_sandbox_from_start_to_check(data, monke
     environment = factory.make()
     environment.reset(task)
     seen = environment.step("<action>echo $IMAGE; pwd; ls /tests; x=1</action>").observation
-    assert seen.startswith("own\n/work\n")
+    assert seen.startswith("own\n/task\n")
     assert play(environment, task)[-1].won
     environment.reset(task)
     assert not environment.step("<action>exit</action>").won
-    bench = load_data(data, container=OTHER_USERS_CONTAINER.replace("/work", "/app"))
+    bench = load_data(data, container=OTHER_USERS_CONTAINER.replace("/task", "/app"))
     with read_tasks(bench, "train", 0) as tasks:
         task = tasks[0]
     environment.close()
@@ -544,7 +544,7 @@ def test_without_a_sandbox_the_fix_is_told(monkeypatch, tmp_path):
         ({"eval_split": "valid"}, "no split 'valid'"),
         ({"kinds": []}, "env.kinds is empty"),
         ({"readable": ["/nosuch"]}, "env.readable: there is no folder /nosuch"),
-        ({"container": "docker run x"}, "mount them: -v {folder}:/work"),
+        ({"container": "docker run x"}, "mount them: -v {folder}:/task"),
         ({"container": "docker 'run"}, "No closing quotation"),
         ({"container": ""}, "env.container is empty"),
         ({"data": "/nosuch"}, "there is no folder /nosuch"),

@@ -23,7 +23,7 @@ from paw.envs.terminal.settings import TerminalConfig
 from paw.errors import NoOracleError
 from paw.types import Outcome, Task
 
-WORK = "/work"
+WORK = "/task"
 """Folder of a generated task's files."""
 _names = itertools.count()
 """Numbers for the names of containers."""

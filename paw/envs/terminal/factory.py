@@ -143,5 +143,5 @@ def _check_container(command: str, *, needs_folder: bool) -> None:
     if needs_folder and "{folder}" not in command:
         raise UserError(
             f"env.container = {command!r}: generated tasks need their files in the container; "
-            "mount them: -v {folder}:/work"
+            "mount them: -v {folder}:/task"
         )

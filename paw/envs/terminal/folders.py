@@ -16,7 +16,7 @@ from paw.envs.checked import checked
 from paw.envs.terminal.sandbox import RESERVED, Folder
 from paw.errors import UserError, clean
 
-WORKDIR = "/work"
+WORKDIR = "/task"
 """Folder of the commands if the task names none."""
 TESTS = "/tests"
 REWARD = "/logs/verifier/reward.txt"

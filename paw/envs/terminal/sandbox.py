@@ -45,7 +45,7 @@ DEATH_S = 10.0
 """Seconds in which killed processes have to be gone."""
 FIX = (
     "install bubblewrap (apt-get install bubblewrap), or name a container command: --env.container "
-    '"docker run --rm -i --network none -v {folder}:/work -w /work IMAGE" (docs/terminal.md)'
+    '"docker run --rm -i --network none -v {folder}:/task -w /task IMAGE" (docs/terminal.md)'
 )
 
 
@@ -79,7 +79,7 @@ class Result(NamedTuple):
 class Folder:
     """The files of one sandbox, in a temporary folder of this machine.
 
-    Each folder at its top is visible in the sandbox under the same name: `root/work` as /work.
+    Each folder at its top is visible in the sandbox under the same name: `root/task` as /task.
     """
 
     def __init__(self, root: Path) -> None:
@@ -447,9 +447,9 @@ def _problem(binary: str) -> str:
     del binary  # a key of the cache: another one may have been installed
     limits = Limits(memory_mib=256, processes=16, disk_mib=1)
     with temporary_folder() as folder:
-        folder.path("/work").mkdir()
+        folder.path("/task").mkdir()
         folder.hand_over()
-        shell = open_shell(folder, workdir="/work", limits=limits)
+        shell = open_shell(folder, workdir="/task", limits=limits)
         try:
             result = shell.run("echo fine", DEATH_S)
         except EnvironmentFailure as error:

@@ -108,21 +108,17 @@ def learning_curve(runs: Sequence[Run], size: Size, *, kind: str | None = None) 
         label = printable(run.name)
         if len(runs) == 1:
             label = "unseen games, 95% interval" if band_steps else "unseen games"
-        axes.plot(
-            steps,
-            np.multiply(values, 100),
-            color=colour,
-            linestyle=dash,
-            linewidth=2,
-            marker="o",
-            markersize=3.6,
-            label=label,
-        )
+        style = {"color": colour, "linestyle": dash, "label": label}
+        axes.plot(steps, np.multiply(values, 100), **style, **MEASURED_POINTS)
 
     axes.set(xlabel="Update", ylabel="Success rate (%)", ylim=(0, 100))
     if kind is None:
         legend(axes)
     return figure
+
+
+MEASURED_POINTS: dict[str, Any] = {"linewidth": 2, "marker": "o", "markersize": 3.6}
+"""How a curve of evaluations is drawn."""
 
 
 def _training_curve(axes: Axes, series: Series, *, thin: float) -> None:
@@ -211,16 +207,9 @@ def pass_at_k(runs: Sequence[Run], size: Size) -> Figure | None:
         low = [100 * interval[0] for _, interval in values.values()]
         high = [100 * interval[1] for _, interval in values.values()]
         axes.fill_between(list(values), low, high, color=colour, alpha=0.16, linewidth=0)
-        axes.plot(
-            list(values),
-            [100 * value for value, _ in values.values()],
-            color=colour,
-            linestyle=dash,
-            linewidth=2,
-            marker="o",
-            markersize=3.6,
-            label=label,
-        )
+        shares = [100 * value for value, _ in values.values()]
+        style = {"color": colour, "linestyle": dash, "label": label}
+        axes.plot(list(values), shares, **style, **MEASURED_POINTS)
 
     axes.set(xlabel="Attempts k", ylabel="pass@k (%)", ylim=(0, 100), xscale="log")
     axes.set_xticks(sorted(ticks), [str(k) for k in sorted(ticks)])
