@@ -11,6 +11,7 @@ from paw.envs.terminal.folders import TaskFolder, copy
 from paw.envs.terminal.generated import ANSWER, EXIT, GeneratedTask, commands, next_command
 from paw.envs.terminal.prompt import START, CompactStyle, PaperStyle, Style, shown
 from paw.envs.terminal.sandbox import (
+    TASK_FOLDER,
     Folder,
     Limits,
     Result,
@@ -23,8 +24,6 @@ from paw.envs.terminal.settings import TerminalConfig
 from paw.errors import NoOracleError
 from paw.types import Outcome, Task
 
-WORK = "/task"
-"""Folder of a generated task's files."""
 _names = itertools.count()
 """Numbers for the names of containers."""
 
@@ -139,15 +138,15 @@ class TerminalEnv:
         if not is_shared or self.config.container is not None:
             self.close()
             self._folder = new_folder()
-            for inside in (WORK, "/tmp"):
+            for inside in (TASK_FOLDER, "/tmp"):
                 self._folder.path(inside).mkdir()
         assert self._folder is not None
         self._folder.clear()
         for name, content in task.files.items():
-            self._folder.write(f"{WORK}/{name}", content.encode())
+            self._folder.write(f"{TASK_FOLDER}/{name}", content.encode())
         self._hand_over(self._folder)
         if self._shell is None:
-            self._shell = self._new_shell(self._folder, WORK, {}, image="")
+            self._shell = self._new_shell(self._folder, TASK_FOLDER, {}, image="")
 
     def _start_folder(self, task: TaskFolder) -> None:
         self.close()
@@ -211,7 +210,7 @@ class TerminalEnv:
         """Compare the files with those wanted. Nothing of the agent's runs meanwhile."""
         assert self._folder is not None
         for name, content in task.wanted.items():
-            actual = self._folder.read(f"{WORK}/{name}")
+            actual = self._folder.read(f"{TASK_FOLDER}/{name}")
             if actual is None:
                 return 0.0
             if name == ANSWER:

@@ -13,11 +13,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from paw.envs.checked import checked
-from paw.envs.terminal.sandbox import RESERVED, Folder
+from paw.envs.terminal.sandbox import RESERVED, TASK_FOLDER, Folder
 from paw.errors import UserError, clean
 
-WORKDIR = "/task"
-"""Folder of the commands if the task names none."""
 TESTS = "/tests"
 REWARD = "/logs/verifier/reward.txt"
 """File to which a check of Harbor's writes its score."""
@@ -91,13 +89,13 @@ def load(path: Path) -> TaskFolder:
 
 
 def _own(path: Path) -> TaskFolder:
-    files = _files_below(path / "files", WORKDIR)
+    files = _files_below(path / "files", TASK_FOLDER)
     check = Check(f"bash {TESTS}/check.sh", {f"{TESTS}/check.sh": _required(path, "check.sh")})
     return TaskFolder(
         name=path.name,
         kind="task",
         instruction=_text(path, "instruction.md"),
-        workdir=WORKDIR,
+        workdir=TASK_FOLDER,
         files=files,
         folders=(),
         variables={},

@@ -29,6 +29,8 @@ SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 """Folders of programs beside /usr. On most systems they are links into it."""
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 """Files outside /usr without which programs do not start or run differently."""
+TASK_FOLDER = "/task"
+"""Where commands begin, with the files of a generated task or of one of our own format."""
 RESERVED = ("usr", *SYSTEM_FOLDERS, "etc", "dev", "proc", "sys", "run")
 """Top-level folders that a sandbox has of its own. No task can have files there."""
 NOBODY = 65534
@@ -447,9 +449,9 @@ def _problem(binary: str) -> str:
     del binary  # a key of the cache: another one may have been installed
     limits = Limits(memory_mib=256, processes=16, disk_mib=1)
     with temporary_folder() as folder:
-        folder.path("/task").mkdir()
+        folder.path(TASK_FOLDER).mkdir()
         folder.hand_over()
-        shell = open_shell(folder, workdir="/task", limits=limits)
+        shell = open_shell(folder, workdir=TASK_FOLDER, limits=limits)
         try:
             result = shell.run("echo fine", DEATH_S)
         except EnvironmentFailure as error:
