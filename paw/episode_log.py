@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from paw.algo.batches import Batch
 from paw.algo.loss import target_count
-from paw.algo.samples import Batch
 from paw.algo.shared_samples import column
 from paw.rollouts.text.pieces import TokenTexts
 from paw.types import AwayTrajectory, Group, Sample, Trajectory, Turn, Values

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from paw.algo import loss as losses
+from paw.algo.batches import Batch, micro_batches
 from paw.algo.loss import JointLoss, TokenBatch, TokenLossFunction, traits_of
-from paw.algo.samples import Batch, micro_batches
 from paw.algo.token_sums import RunningSums, add, token_metrics, token_sums
 from paw.config import plugins
 from paw.config.sections import Config

@@ -20,7 +20,7 @@ import torch
 from paw import hooks
 from paw.algo.loss import log_probs
 from paw.algo.rows import share_scalars
-from paw.algo.samples import minibatches
+from paw.algo.sequences import minibatches
 from paw.algo.shared_samples import SharedSamples
 from paw.build import (
     WITHOUT_TOOLS,

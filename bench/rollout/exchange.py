@@ -30,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, cpu_name, write
 from paw.algo.advantages import grpo
+from paw.algo.batches import Batch, micro_batches
 from paw.algo.packing import Packing
 from paw.algo.rows import compute_by_group, share_scalars
-from paw.algo.samples import Batch, micro_batches, to_samples
+from paw.algo.samples import to_samples
 from paw.algo.shared_samples import SharedSamples, assign
 from paw.build import join_ranks
 from paw.distributed.ranks import Ranks

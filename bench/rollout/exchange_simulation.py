@@ -41,8 +41,10 @@ from bench.rollout.exchange import (
 from paw.algo.advantages import gigpo
 from paw.algo.packing import Packing
 from paw.algo.rows import INTEGERS, REALS, compute_by_group, share_scalars
-from paw.algo.samples import minibatches, share_sequences, to_samples
+from paw.algo.samples import to_samples
+from paw.algo.sequences import minibatches
 from paw.algo.shared_samples import Columns, SharedSamples
+from paw.algo.shares import share_sequences
 from paw.algo.world_model import select
 from paw.rollouts.base import RolloutStats
 from paw.rollouts.summaries import share_summaries

@@ -26,8 +26,9 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from paw.algo.batches import micro_batches
 from paw.algo.packing import Packing
-from paw.algo.samples import micro_batches, to_samples
+from paw.algo.samples import to_samples
 from paw.config.plugins import load
 from paw.config.sections import Config
 from paw.errors import UserError, to_stderr

@@ -29,9 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.common import RESULTS, ROOT, flags, paw, write
 from bench.studies.noise_gradient import SLOPES, household, noisy, turns_of
 from paw.algo import advantages
+from paw.algo.batches import micro_batches
 from paw.algo.loss import ce, cmae, joint, ppo, token_batch
 from paw.algo.packing import Packing
-from paw.algo.samples import micro_batches, to_samples
+from paw.algo.samples import to_samples
 from paw.config.recipe import load
 from paw.model.loading import load_policy, load_tokenizer
 from paw.model.policy import Policy

@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, cpu_name, write
 from bench.trainer import update
+from paw.algo.batches import micro_batches
 from paw.algo.packing import Packing
-from paw.algo.samples import micro_batches, to_samples
+from paw.algo.samples import to_samples
 from paw.config.recipe import load
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks

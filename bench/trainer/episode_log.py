@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, cpu_name, write
-from paw.algo.samples import Batch
+from paw.algo.batches import Batch
 from paw.episode_log import EpisodeLog
 from paw.rollouts.text.pieces import TokenTexts
 from paw.rundir.log import open_log

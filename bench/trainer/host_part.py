@@ -27,8 +27,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.common import RESULTS, cpu_name, write
 from paw.algo import loss as losses
 from paw.algo.advantages import gigpo
+from paw.algo.batches import Batch, micro_batches
 from paw.algo.packing import Packing
-from paw.algo.samples import Batch, micro_batches, minibatches, to_samples
+from paw.algo.samples import to_samples
+from paw.algo.sequences import minibatches
 from paw.algo.token_sums import token_sums
 from paw.algo.world_model import select
 from paw.model.attention import pack_rows, pack_tree

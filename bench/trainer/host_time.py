@@ -24,8 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, cpu_name, write
 from paw.algo.advantages import gigpo
+from paw.algo.batches import micro_batches
 from paw.algo.packing import Packing
-from paw.algo.samples import micro_batches, minibatches, to_samples
+from paw.algo.samples import to_samples
+from paw.algo.sequences import minibatches
 from paw.algo.world_model import select
 from paw.config.recipe import load
 from paw.tools.plan.plan import Play

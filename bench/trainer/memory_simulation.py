@@ -32,7 +32,7 @@ import paw.distributed.parallel as ranks_module
 import paw.model.policy as model_module
 from bench.kernels.roofline import paw_memory
 from paw.algo import loss as losses
-from paw.algo.samples import collate
+from paw.algo.batches import collate
 from paw.config.sections import Config
 from paw.distributed.parallel import DistributedRanks
 from paw.distributed.ranks import Ranks

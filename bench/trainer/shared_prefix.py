@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.common import RESULTS, ROOT, cpu_name, write
 from bench.trainer.conversations import make_chat
 from paw.algo import loss as losses
+from paw.algo.batches import micro_batches
 from paw.algo.packing import Packing
-from paw.algo.samples import micro_batches
 from paw.config.recipe import load
 from paw.config.sections import OptimConfig
 from paw.envs import make_factory

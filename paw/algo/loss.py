@@ -33,9 +33,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paw.algo.batches import Batch, micro_batches
 from paw.algo.device import to_device
 from paw.algo.packing import Packing
-from paw.algo.samples import Batch, micro_batches
 from paw.algo.shared_samples import column
 from paw.config.values import NonNegative, Share
 from paw.errors import UserError, short_repr

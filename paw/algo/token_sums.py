@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from paw.algo.batches import Batch
 from paw.algo.loss import (
     TokenBatch,
     TokenLossFunction,
@@ -14,7 +15,6 @@ from paw.algo.loss import (
     traits_of,
     with_response_gap,
 )
-from paw.algo.samples import Batch
 from paw.metric_list import METRICS
 from paw_kernels import TokenLoss
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from paw.algo.advantages import check_advantages
+from paw.algo.batches import Batch, MicroBatches, micro_batches
 from paw.algo.device import to_device
 from paw.algo.gae import whiten
 from paw.algo.packing import Packing
 from paw.algo.rows import gather_numbers
-from paw.algo.samples import Batch, MicroBatches, micro_batches
 from paw.algo.shared_samples import assign, column
 from paw.config import plugins
 from paw.config.sections import Config

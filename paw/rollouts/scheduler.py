@@ -82,13 +82,12 @@ class PlayState:
 class Rollouts:
     """Plays episodes with `agent`, by default that of agent.type.
 
-    Environments are kept for later episodes, those of each factory in a pool. `engine` and `chat` are the
-    model's. They are None if `run_episodes` gets a `make_model` instead.
+    Environments are kept for later episodes, those of each factory in a pool. `engine` and `chat`
+    are the model's. They are None if `run_episodes` gets a `make_model` instead.
 
     `training`, `evaluation` and `play_tasks` play tasks and return groups of all ranks, those of
-    other ranks without their turns. They
-    consist of `play_share`, which plays this rank's episodes, and `gather_groups`. `run_episodes`
-    plays given episodes to their ends, and all others call it.
+    other ranks without their turns. They consist of `play_share`, which plays this rank's episodes,
+    and `gather_groups`. `run_episodes` plays given episodes to their ends, and all others call it.
     """
 
     def __init__(

@@ -154,7 +154,8 @@ def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
 def cut(path: Path, step: int) -> None:
     """Cut a log off at the first line after update `step`, or one that a kill cut off.
 
-    A `step` below 0 leaves nothing. Unlike `rewind`, it neither holds nor writes the lines before, which may be large.
+    A `step` below 0 leaves nothing. Unlike `rewind`, it neither holds nor writes the lines before,
+    which may be large.
     """
     if not path.is_file():
         return

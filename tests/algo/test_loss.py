@@ -21,9 +21,10 @@ from joint import (
 )
 
 from paw.algo import loss as losses
+from paw.algo.batches import collate, micro_batches
 from paw.algo.loss import log_probs
 from paw.algo.packing import Packing
-from paw.algo.samples import collate, micro_batches, minibatches
+from paw.algo.sequences import minibatches
 from paw.algo.token_sums import RunningSums, token_metrics, token_sums
 from paw.metric_list import METRICS
 from paw_kernels import token_stats

@@ -10,7 +10,7 @@ from joint import Objective, gradients, make_rows, relative, tiny_policy
 from test_update import make_config, run_updates, start  # noqa: F401
 
 from paw.algo import loss as losses
-from paw.algo.samples import collate
+from paw.algo.batches import collate
 from paw.config.plugins import import_file
 from paw.errors import UserError
 from paw_kernels import token_stats

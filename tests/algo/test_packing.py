@@ -11,7 +11,7 @@ from joint import make_row
 from together import make_ranks, on_all
 
 from paw.algo.packing import Packing, balanced_batches, batches_of_similar_length
-from paw.algo.samples import minibatches
+from paw.algo.sequences import minibatches
 from paw.config.sections import OptimConfig
 from paw.distributed.ranks import Ranks
 

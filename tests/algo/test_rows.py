@@ -9,6 +9,7 @@ import torch
 from together import make_ranks, on_all
 
 from paw.algo.advantages import gigpo
+from paw.algo.batches import micro_batches
 from paw.algo.loss import token_batch
 from paw.algo.packing import Packing
 from paw.algo.rows import (
@@ -18,7 +19,8 @@ from paw.algo.rows import (
     share_scalars,
     with_all_rows,
 )
-from paw.algo.samples import micro_batches, minibatches, to_samples
+from paw.algo.samples import to_samples
+from paw.algo.sequences import minibatches
 from paw.algo.shared_samples import SharedSamples, assign, held
 from paw.algo.world_model import select
 from paw.away import AwayError

@@ -19,9 +19,11 @@ from joint import (
     tiny_policy,
 )
 
+from paw.algo.batches import collate, micro_batches
 from paw.algo.loss import log_probs
 from paw.algo.packing import Packing
-from paw.algo.samples import collate, micro_batches, minibatches, sequences, to_samples
+from paw.algo.samples import to_samples
+from paw.algo.sequences import minibatches, sequences
 from paw.algo.token_sums import token_sums
 from paw.model.policy import Policy
 from paw.types import Group, Outcome, Task, Trajectory, Turn

@@ -15,9 +15,9 @@ import torch
 from forked import call_in_ranks
 from toyworld import ENV, make_factory, make_tokenizer, practised_model
 
+from paw.algo.batches import micro_batches
 from paw.algo.loss import TokenBatch, ce, joint, ppo
 from paw.algo.packing import Packing
-from paw.algo.samples import micro_batches
 from paw.build import join_ranks
 from paw.config.recipe import validate
 from paw.config.sections import Config

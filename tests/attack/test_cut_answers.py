@@ -17,7 +17,9 @@ from test_servers import Peer
 from torch import nn
 from transformers import AutoTokenizer
 
-from paw.algo.samples import collate, sequences, to_samples
+from paw.algo.batches import collate
+from paw.algo.samples import to_samples
+from paw.algo.sequences import sequences
 from paw.config.sections import Config
 from paw.distributed.ranks import Ranks
 from paw.envs import make_factory

@@ -10,8 +10,8 @@ from joint import Objective, make_lm, make_rows, tiny_policy
 from together import shared
 
 from paw.algo import loss
+from paw.algo.batches import micro_batches
 from paw.algo.packing import Packing
-from paw.algo.samples import micro_batches
 from paw.build import join_ranks
 from paw.config.sections import LoraConfig
 from paw.distributed.ranks import Ranks, full_tensor

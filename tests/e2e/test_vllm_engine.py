@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paw.algo import loss as losses
+from paw.algo.batches import micro_batches
 from paw.algo.packing import Packing
-from paw.algo.samples import micro_batches
 from paw.config.sections import LoraConfig
 from paw.errors import UserError
 from paw.model.lora import add_adapters

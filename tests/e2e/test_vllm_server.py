@@ -24,7 +24,7 @@ from processes import wait_until
 from templates import QWEN25_TEMPLATE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paw.algo.samples import sequences
+from paw.algo.sequences import sequences
 from paw.config.recipe import load
 from paw.config.sections import LoraConfig
 from paw.distributed.ranks import Ranks

@@ -14,7 +14,9 @@ from hypothesis import example, given, settings
 from test_chat import ALL_SPECIAL, CORPUS, INST_TEMPLATE, LLAMA3, QWEN25, QWEN_PLAIN, hostile, make
 from test_models import make as make_model
 
-from paw.algo.samples import collate, sequences, to_samples
+from paw.algo.batches import collate
+from paw.algo.samples import to_samples
+from paw.algo.sequences import sequences
 from paw.config.recipe import load
 from paw.config.sections import Config
 from paw.envs import make_factory

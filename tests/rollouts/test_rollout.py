@@ -13,7 +13,8 @@ from environments import Game, Honest, factory, raises
 from together import make_ranks, on_all
 from toyworld import make_chat, make_engine, make_factory, practised_model
 
-from paw.algo.samples import sequences, to_samples
+from paw.algo.samples import to_samples
+from paw.algo.sequences import sequences
 from paw.config import plugins
 from paw.config.sections import Config, ModelConfig, RolloutConfig
 from paw.envs.base import train_tasks

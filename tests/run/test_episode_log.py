@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paw.algo.samples import Batch
+from paw.algo.batches import Batch
 from paw.episode_log import EpisodeLog, rounded
 from paw.rollouts.text.pieces import TokenTexts
 from paw.types import AwayTrajectory, Group, Outcome, Sample, Task, Trajectory, Turn

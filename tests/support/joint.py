@@ -21,9 +21,9 @@ from transformers import (
 
 from paw.algo import loss as losses
 from paw.algo.advantages import grpo
+from paw.algo.batches import micro_batches
 from paw.algo.loss import joint_loss, log_probs, token_batch
 from paw.algo.packing import Packing
-from paw.algo.samples import micro_batches
 from paw.algo.world_model import select
 from paw.model.policy import Policy
 from paw.types import Sample

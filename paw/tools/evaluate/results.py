@@ -76,9 +76,9 @@ def summarise(
     """Return success of the played episodes with its 95 % interval, and what they took.
 
     Success is given overall and by kind of task. With several `eval.attempts`, success is over
-    games, and pass@k and best-of-k are added (`attempt_metrics`). `settings` are those in settings.json. `wall_s` is
-    the time of this run alone. `seconds` in the result is the sum over all episodes, even if they
-    ran at the same time.
+    games, and pass@k and best-of-k are added (`attempt_metrics`). `settings` are those in
+    settings.json. `wall_s` is the time of this run alone. `seconds` in the result is the sum over
+    all episodes, even if they ran at the same time.
     """
     played = [line for line in lines if line["failure"] is None]
     turns = [turn for line in played for turn in line["turns"]]

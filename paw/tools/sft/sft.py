@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from paw.algo.packing import Packing
-from paw.algo.samples import minibatches
+from paw.algo.sequences import minibatches
 from paw.checkpoint import files as checkpoint
 from paw.checkpoint.export import export
 from paw.checkpoint.restore import load, load_optimizer, read_newest

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paw.algo.batches import micro_batches
 from paw.algo.device import to_device
 from paw.algo.loss import TokenBatch, ce, joint, joint_loss
 from paw.algo.packing import Packing
-from paw.algo.samples import micro_batches
 from paw.model.optim import set_learning_rate
 from paw.model.policy import Policy
 from paw.types import Ids, Sample, no_ids
