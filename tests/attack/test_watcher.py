@@ -15,14 +15,17 @@ from processes import is_alive, wait_until
 STOPPED_AT_ONCE = "paw: stopped at once by a second SIGTERM; checkpoints are kept (--resume auto)\n"
 FILE = Path(__file__).parents[1] / "support" / "deadly.py"
 LOOP = """
-import os, re, sys, threading, time
+import ctypes, os, signal, sys, threading, time
 from paw.processes import watcher
 watcher.watch(["train"])
 from paw.rundir.signals import StopSignal
+def hold():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    ctypes.PyDLL(None).sleep(1000)  # keeps Python's lock
 with StopSignal() as stop:
     print("ready", os.getpid(), flush=True)
     if sys.argv[1:] == ["hold"]:
-        threading.Thread(target=re.fullmatch, args=("(a+)+b", "a" * 60)).start()
+        threading.Thread(target=hold).start()
     while not stop.requested:
         time.sleep(0.01)
     time.sleep(1.5)
