@@ -440,7 +440,7 @@ def test_bad_input_is_one_line(config, tmp_path):
 
 @pytest.mark.slow
 def test_an_unchanged_agent_trains(tiny_llm, says_only, paw_here, read_metrics, tmp_path):
-    """Two updates with the torch engine. The log-probs that were recorded are the trainer's."""
+    """An update with the torch engine. The log-probs that were recorded are the trainer's."""
     calls = [Reply.of("", ToolCall("add", {"n": n})) for n in (3, 4)]
     model = says_only(
         tiny_llm(tmp_path / "model"), *calls, "<|im_end|>", template=templates.QWEN25_TEMPLATE
@@ -452,19 +452,17 @@ def test_an_unchanged_agent_trains(tiny_llm, says_only, paw_here, read_metrics, 
         "agent.type": "command", "agent.command": f"{sys.executable} {AGENT_WITH_OPENAI}",
         "model.path": model, "model.dtype": "float32", "model.tool_parser": "transformers",
         "engine.type": "transformers", "run.threads": 1, "run.dir": tmp_path, "run.name": "run",
-        "run.updates": 2, "rollout.tasks": 1, "rollout.group_size": 2, "eval.every": 0, "eval.games": 1,
+        "run.updates": 1, "rollout.tasks": 1, "rollout.group_size": 2, "eval.every": 0, "eval.games": 1,
         "rollout.max_response_tokens": 6, "rollout.max_prompt_tokens": 1500, "wm.alpha": 1.0,
         "policy.kl_coef": 0, "policy.old_logp": "trainer", "optim.lr": 1e-3, "run.seed": 1,
     }  # fmt: skip
     paw_here("train", "quickstart", settings, cwd=tmp_path)
-    _, *updates = read_metrics(tmp_path / "run")
-    assert len(updates) == 2
-    for metrics in updates:
-        assert metrics["health/env_failures"] == 0
-        assert metrics["health/sampler_mismatch"] < 1e-4
-        assert metrics["optim/skipped"] == 0
-        assert metrics["wm/loss"] > 0
-    assert any(metrics["optim/grad_norm"] > 0 for metrics in updates)
+    _, metrics = read_metrics(tmp_path / "run")
+    assert metrics["health/env_failures"] == 0
+    assert metrics["health/sampler_mismatch"] < 1e-4
+    assert metrics["optim/skipped"] == 0
+    assert metrics["wm/loss"] > 0
+    assert metrics["optim/grad_norm"] > 0
 
 
 def test_sessions_are_recorded_by_hand(config, tmp_path):

@@ -9,10 +9,13 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE, TimeoutExpired
+from types import SimpleNamespace
 
 import pytest
 import torch
 from deadly import Deadly
+from forked import Supervisor
 from processes import children, command_of, is_alive, wait_until
 from test_servers import Peer, connected, turns_of  # noqa: F401
 from torch import nn
@@ -30,6 +33,7 @@ from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.errors import NoOracleError, UserError
 from paw.model.loading import load_tokenizer
+from paw.rollouts.background import ahead
 from paw.rollouts.background.ahead import AsyncRollouts
 from paw.rollouts.engines.settings import ServerConfig
 from paw.rollouts.guard import CheckedEnv
@@ -103,43 +107,44 @@ def workers():
     return children_that_run("paw.rollouts.env_process", os.getpid())
 
 
-@pytest.mark.parametrize(
-    ("deed", "reasons"),
-    [
-        ("exits", {"EnvironmentFailure: its process ended with exit code 0"}),
-        ("crashes", {"EnvironmentFailure: its process was killed by SIGSEGV"}),
-        (
-            "is killed with its connection held",
-            {"EnvironmentFailure: its process was killed by SIGKILL"},
-        ),
-        ("is stopped", {SILENT, BESIDE}),
-        ("holds the interpreter", {SILENT, BESIDE}),
-        (
-            "speaks out of turn",
-            {"EnvironmentFailure: its process was ended: it answered a call that was never made"},
-        ),
-    ],
-)
+REASONS = {
+    "exits": {"EnvironmentFailure: its process ended with exit code 0"},
+    "crashes": {"EnvironmentFailure: its process was killed by SIGSEGV"},
+    "is killed with its connection held": {
+        "EnvironmentFailure: its process was killed by SIGKILL"
+    },
+    "is stopped": {SILENT, BESIDE},
+    "holds the interpreter": {SILENT, BESIDE},
+    "speaks out of turn": {
+        "EnvironmentFailure: its process was ended: it answered a call that was never made"
+    },
+}
+"""What each deed of deadly.py fails episodes with."""
+
+
 def test_one_that_dies_or_is_silent_costs_the_episodes_of_its_process(
-    rollouts, tmp_path, monkeypatch, deed, reasons
+    rollouts, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("DEADLY_ONCE", str(tmp_path / "once"))
+    deed_file = tmp_path / "deed"
+    monkeypatch.setenv("DEADLY", str(deed_file))
     wanted = episodes_of(play(rollouts("Deadly", processes=0))[0])
-    monkeypatch.setenv("DEADLY", deed)
     played = rollouts("Deadly", step_timeout_s=1.0)
-    groups, stats = play(played)
-    assert len(stats.failures) == 8
-    assert stats.metrics()["health/processes_lost"] == 1
-    assert {failure.partition(": ")[2] for failure in stats.failures} == reasons
-    episodes = episodes_of(groups)
-    # Environments are made at the same time, so a process may have had all of a group but one
-    # member, which is dropped.
-    assert 8 - stats.groups_dropped <= len(episodes) <= 8
-    assert all(episodes[key] == wanted[key] for key in episodes)
-    groups, stats = play(played)  # another process has taken its place
-    assert stats.failures == []
-    assert stats.processes_lost == 0
-    assert episodes_of(groups) == wanted
+    for deed, reasons in REASONS.items():
+        deed_file.write_text(deed)
+        groups, stats = play(played)
+        assert len(stats.failures) == 8, deed
+        assert stats.metrics()["health/processes_lost"] == 1, deed
+        assert {failure.partition(": ")[2] for failure in stats.failures} == reasons
+        episodes = episodes_of(groups)
+        # Environments are made at the same time, so a process may have had all of a group but one
+        # member, which is dropped.
+        assert 8 - stats.groups_dropped <= len(episodes) <= 8, deed
+        assert all(episodes[key] == wanted[key] for key in episodes), deed
+
+        groups, stats = play(played)  # another process has taken its place
+        assert stats.failures == [], deed
+        assert stats.processes_lost == 0, deed
+        assert episodes_of(groups) == wanted, deed
     played.close()
 
 
@@ -149,7 +154,7 @@ def test_one_that_dies_or_is_silent_costs_the_episodes_of_its_process(
 )
 def test_processes_give_what_threads_give(rollouts, name, group_count, failure_count):
     groups, stats = play(rollouts(name, processes=0, max_text=1000))
-    groups_of_processes, stats_of_processes = play(rollouts(name, processes=3, max_text=1000))
+    groups_of_processes, stats_of_processes = play(rollouts(name, processes=2, max_text=1000))
     assert len(groups) == group_count
     assert episodes_of(groups) == episodes_of(groups_of_processes)
     assert len(stats.failures) == failure_count
@@ -349,10 +354,11 @@ def test_a_check_goes_on_where_an_environment_ends_its_process(paw_here, tmp_pat
     assert re.search(r"^1 of \d+ rules failed", report, re.MULTILINE)
 
 
-@pytest.mark.slow
-def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
+def test_processes_play_ahead_too(connected, tiny_llm, tmp_path, monkeypatch):  # noqa: F811
     """The process of rollout.ahead has worker processes of its own, which end with it, even by kill
     -9."""
+    module = SimpleNamespace(Popen=Supervisor, PIPE=PIPE, TimeoutExpired=TimeoutExpired)
+    monkeypatch.setattr(ahead, "subprocess", module)
     engine = connected(Peer(), Peer())
     folder = str(tiny_llm(tmp_path))
     push_weights(nn.Linear(2, 3), engine, version=0)
@@ -375,9 +381,12 @@ def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
         assert stats.failures == []
         assert [group.task for group in groups] == [group.task for group in expected]
         assert outcomes_of(groups) == outcomes_of(expected)
-        (supervisor,) = children_that_run("paw.rollouts.background.supervisor", os.getpid())
-        (player,) = children_that_run("paw.rollouts.background.player", supervisor)
-        started = children_that_run("paw.rollouts.env_process", player)
+        supervisor = rollouts._player._process.pid
+        workers_of = {
+            child: children_that_run("paw.rollouts.env_process", child)
+            for child in children(supervisor)
+        }
+        ((player, started),) = [(pid, found) for pid, found in workers_of.items() if found]
         assert len(started) == 2
         os.kill(player, signal.SIGKILL)
         wait_until(lambda: not any(map(is_alive, started)))

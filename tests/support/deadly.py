@@ -2,7 +2,8 @@
 process, as $DEADLY says.
 
 All count to three and win, like those of environments.py. $DEADLY_TASK is the task, $DEADLY_ONCE a
-file that the first episode makes.
+file that the first episode makes. Where $DEADLY is a file, it names the deed, and the first episode
+takes it away.
 """
 
 import asyncio
@@ -57,6 +58,17 @@ DEEDS: dict[str, Callable[[], object]] = {
 }
 
 
+def do_the_deed(named: str) -> None:
+    """The deed, or that of a file, if this is the first episode to come here."""
+    if named in DEEDS:
+        with suppress(FileExistsError), Path(os.environ["DEADLY_ONCE"]).open("x"):
+            DEEDS[named]()
+        return
+    with suppress(FileNotFoundError):
+        taken = Path(named).rename(f"{named} of {os.getpid()}")
+        DEEDS[taken.read_text()]()
+
+
 class Counter:
     def reset(self, task: Task) -> str:
         self.n = 0
@@ -73,8 +85,7 @@ class Counter:
         self.n += 1
         is_the_task = self.id == os.environ.get("DEADLY_TASK", "train/0/1")
         if self.n == 2 and is_the_task and "DEADLY" in os.environ:
-            with suppress(FileExistsError), Path(os.environ["DEADLY_ONCE"]).open("x"):
-                DEEDS[os.environ["DEADLY"]]()
+            do_the_deed(os.environ["DEADLY"])
         done = self.n == 3
         return Outcome(f"now {self.n} {response}", float(done), done, done, response)
 
