@@ -1,6 +1,7 @@
 """Checkpoints of several ranks: a file for each rank, which any number of ranks reads, written
 while training goes on."""
 
+import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,13 @@ from paw.model.host import available_memory
 from paw.model.policy import Policy
 
 pytestmark = pytest.mark.slow
-PPO = {"advantage_type": "ppo", "critic_lr": 3e-3, "eval_every": 0, "run_keep": 9}
+PPO = {
+    "advantage_type": "ppo",
+    "critic_lr": 3e-3,
+    "eval_every": 0,
+    "run_keep": 9,
+    "run_save_every": 1,
+}
 SAVE_ALONE = """
 import paw.checkpoint.train_state
 import paw.trainer
@@ -86,8 +93,31 @@ def assert_equal(first, second, but=()):
             assert torch.equal(expected[stem][name], tensors[stem][name]), (stem, name)
 
 
-def test_what_two_ranks_saved_one_and_three_go_on_with_and_back(start, tmp_path, monkeypatch):
-    run = train(tmp_path, start, "run", gpus=2, run_updates=1, **PPO)
+def manifest_of(run, step):
+    """The digests of the files of a checkpoint."""
+    return checkpoint.read_manifest(checkpoint_of(run, step))[0]
+
+
+@pytest.fixture(scope="module")
+def whole(start, tmp_path_factory):
+    """The directory of a run of two ranks and three updates that nothing disturbs; read only."""
+    return train(tmp_path_factory.mktemp("whole"), start, "run", gpus=2, run_updates=3, **PPO)
+
+
+def begun(whole, folder, step):
+    """A copy in `folder` of that run as it was after some updates."""
+    run = shutil.copytree(whole, folder / "run")
+    for later in range(step + 1, 4):
+        shutil.rmtree(checkpoint_of(run, later))
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[: step + 1]))
+    return run
+
+
+def test_what_two_ranks_saved_one_and_three_go_on_with_and_back(
+    start, whole, tmp_path, monkeypatch
+):
+    run = begun(whole, tmp_path, 1)
     stems = ("model", "optimizer", "critic_model", "critic_optimizer")
     shards = {f"{stem}.rank_{rank}.safetensors" for stem in stems for rank in range(2)}
     others = {"rng.safetensors", "rng_1.safetensors", "state.json", "manifest.json"}
@@ -109,25 +139,22 @@ def test_what_two_ranks_saved_one_and_three_go_on_with_and_back(start, tmp_path,
     assert len(names_in(checkpoint_of(run, 3))) == 4 * 3 + 3 + 2
 
 
-def test_a_file_that_is_missing_or_damaged_is_refused_by_all_ranks_in_one_line(start, tmp_path):
-    words_of(tmp_path, start, "whole", run_updates=1, **PPO)  # writes the recipe
-    recipe = tmp_path / "whole.toml"
-    checkpoints = tmp_path / "runs" / "run" / "checkpoints"
-    saving = ("--run.updates", "2", "--run.save_every", "1")
-    assert exit_codes(two_machines(tmp_path, recipe, *saving)) == [0, 0]
-
-    def resumed(*options):
-        return two_machines(tmp_path, recipe, *saving, "--resume", "auto", *options)
-
-    shard = checkpoints / "step_000002" / "model.rank_1.safetensors"
+def test_a_file_that_is_missing_or_damaged_is_refused_by_all_ranks_in_one_line(
+    start, whole, tmp_path
+):
+    run = begun(whole, tmp_path, 2)
+    shard = checkpoint_of(run, 2) / "model.rank_1.safetensors"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert exit_codes(resumed("--run.updates", "3")) == [0, 0]  # from step 1
-    for path in checkpoints.iterdir():
+    train(tmp_path, start, "run", "--resume", "auto", gpus=2, run_updates=2, **PPO)  # from step 1
+    assert manifest_of(run, 2) == manifest_of(whole, 2)
+    restore.verify(checkpoint_of(run, 2))
+    for path in (run / "checkpoints").iterdir():
         (path / "model.rank_1.safetensors").unlink()
-    errors = same_line_of_all(resumed("--run.updates", "4"))
-    assert "step_000003 is damaged (model.rank_1.safetensors): the file is missing" in errors
+    words = words_of(tmp_path, start, "run", "--resume", "auto", run_updates=3, **PPO)
+    errors = same_line_of_all(run_ranks([words] * 2, [tmp_path] * 2, on_host=2))
+    assert "step_000002 is damaged (model.rank_1.safetensors): the file is missing" in errors
     assert "no other checkpoint in" in errors
 
 
@@ -148,12 +175,13 @@ def started(commands, folder):
             rank.kill()
 
 
-def test_kill_9_while_it_is_written_leaves_the_older_one(start, tmp_path, monkeypatch):
-    """Training goes on meanwhile and changes nothing in it; nothing counts as saved before all
-    ranks have written their files."""
+def test_kill_9_while_it_is_written_leaves_the_older_one(start, whole, tmp_path, monkeypatch):
+    """Nothing counts as saved before all ranks have written their files. Two machines, which have
+    the run's folder in common, go on from the older one to the weights of a run that is whole."""
     patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(600)"))
-    words = words_of(tmp_path, start, "run", run_updates=3, run_save_every=1, **PPO)
-    run = tmp_path / "run"
+    folder = tmp_path / "runs"
+    run = begun(whole, folder, 1)
+    words = words_of(folder, start, "run", "--resume", "auto", run_updates=3, **PPO)
     checkpoints = run / "checkpoints"
     with started([words] * 2, tmp_path) as ended:
         # After the third update it waits for the checkpoint of the second.
@@ -165,27 +193,22 @@ def test_kill_9_while_it_is_written_leaves_the_older_one(start, tmp_path, monkey
 
     monkeypatch.delenv("FORKED_PATCH")
     assert restore.read_newest(checkpoints, warn=pytest.fail)[0].name == "step_000001"
-    options = {"gpus": 2, "run_updates": 3, "run_save_every": 1, **PPO}
-    train(tmp_path, start, "run", "--resume", "auto", **options)
+    resumed = two_machines(tmp_path, folder / "run.toml", "--resume", "auto")
+    assert exit_codes(resumed) == [0, 0], resumed
     assert names_in(checkpoints) == {"step_000001", "step_000002", "step_000003"}
     metrics = metrics_of(run)
     assert [line["step"] for line in metrics] == [0, 1, 2, 3]
     assert metrics[-1]["time/save"] > 0
-
-    # A checkpoint holds what was there when its writing began.
-    patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(2)"))
-    slow = train(tmp_path, start, "slow", **options)
-    manifest, _ = checkpoint.read_manifest(checkpoint_of(slow, 2))
-    expected, _ = checkpoint.read_manifest(checkpoint_of(run, 2))
-    assert manifest == expected
+    for step in (2, 3):
+        assert manifest_of(run, step) == manifest_of(whole, step)
 
 
 def test_a_full_disk_of_one_rank_is_one_line_and_costs_no_older_checkpoint(
-    start, tmp_path, monkeypatch
+    start, whole, tmp_path, monkeypatch
 ):
     patched(monkeypatch, tmp_path, SLOW.format(what='raise OSError(28, "full")'))
-    words = words_of(tmp_path, start, "run", run_updates=4, run_save_every=1, **PPO)
-    run = tmp_path / "run"
+    run = begun(whole, tmp_path, 1)
+    words = words_of(tmp_path, start, "run", "--resume", "auto", run_updates=4, **PPO)
     ended = run_ranks([words] * 2, [tmp_path] * 2, on_host=2)
     problem = (
         f"cannot write checkpoint {run}/checkpoints/step_000002: No space left on device: "
@@ -210,24 +233,25 @@ UNTIL_FAILED = "any(os.path.exists({failed!r}) or time.sleep(0.1) for _ in range
 
 @pytest.mark.parametrize("failing", ["1", "01"])
 def test_a_checkpoint_that_is_being_written_outlives_a_failing_callback(
-    start, tmp_path, monkeypatch, failing
+    start, whole, tmp_path, monkeypatch, failing
 ):
-    """Whichever ranks it fails on, before rank 1 has written its files."""
+    """Whichever ranks it fails on, before rank 1 has written its files. They hold what was there
+    when their writing began, although another update has followed."""
+    run = begun(whole, tmp_path, 1)
     failed = str(tmp_path / "failed")
     patched(monkeypatch, tmp_path, SLOW.format(what=UNTIL_FAILED.format(failed=failed)))
     callback = tmp_path / "callback.py"
     callback.write_text(CALLBACK.format(ranks=failing, failed=failed))
-    changes = {"run_updates": 4, "run_save_every": 1, "run_callbacks": [f"{callback}:Fails"]}
-    words = words_of(tmp_path, start, "run", **changes, **PPO)
+    changes = {"run_updates": 4, "run_callbacks": [f"{callback}:Fails"]}
+    words = words_of(tmp_path, start, "run", "--resume", "auto", **changes, **PPO)
     ended = run_ranks([words] * 2, [tmp_path] * 2, on_host=2)
     assert [code for code, _ in ended] == [2 if str(rank) in failing else 3 for rank in range(2)]
-    checkpoints = tmp_path / "run" / "checkpoints"
-    names = {path.name for path in checkpoints.iterdir()}
-    assert names == {"step_000001", "step_000002"}
-    restore.verify(checkpoints / "step_000002")
-    assert not [path for path in (checkpoints / "step_000002").iterdir() if path.name[0] == "."]
-    monkeypatch.delenv("FORKED_PATCH")
-    assert restore.read_newest(checkpoints, warn=pytest.fail)[0].name == "step_000002"
+    assert names_in(run / "checkpoints") == {"step_000001", "step_000002"}
+    restore.verify(checkpoint_of(run, 2))
+    assert manifest_of(run, 2) == manifest_of(whole, 2)
+    assert names_in(checkpoint_of(run, 2)) == names_in(checkpoint_of(whole, 2))
+    newest = restore.read_newest(run / "checkpoints", warn=pytest.fail)[0]
+    assert newest.name == "step_000002"
 
 
 def trained(mesh, slope):
