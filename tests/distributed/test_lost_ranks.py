@@ -74,12 +74,12 @@ def recipe(start, tmp_path):
         "model": {"path": str(start), "device": "cpu"},
         "env": ENV.model_dump(exclude_none=True),
         "rollout": {
-            "tasks": 4,
-            "group_size": 4,
+            "tasks": 2,
+            "group_size": 2,
             "max_prompt_tokens": 256,
             "max_response_tokens": 3,
         },
-        "eval": {"every": 0, "games": 2},
+        "eval": {"every": 0, "games": 1},
     }
     (tmp_path / "long.toml").write_text(tomli_w.dumps(settings))
     return tmp_path / "long.toml"
@@ -182,13 +182,13 @@ def test_nothing_listens_beyond_this_machine_and_ranks_die_with_their_launcher(r
     wait_until(lambda: not any(map(is_alive, ranks)), 20)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_rank_is_named(running, tmp_path, lost):
+def test_a_killed_rank_is_named(running, tmp_path):
+    """Rank 0, through which the others meet; the next test is of rank 1."""
     launcher, ranks = running
-    os.kill(ranks[lost], signal.SIGKILL)
+    os.kill(ranks[0], signal.SIGKILL)
     assert launcher.wait(60) in (1, 3)
     errors = launcher.stderr.read()
-    assert f"paw: rank {lost} was killed by SIGKILL; checkpoints are kept (--resume auto)" in errors
+    assert "paw: rank 0 was killed by SIGKILL; checkpoints are kept (--resume auto)" in errors
     assert "Traceback" not in errors
     assert restore.read_newest(tmp_path / "run" / "checkpoints")
 
