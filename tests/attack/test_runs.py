@@ -18,10 +18,15 @@ pytestmark = pytest.mark.slow
 FILE = Path(__file__).parents[1] / "support" / "environments.py"
 
 
-@pytest.fixture
-def settings(tiny_llm, tmp_path):
+BREAKS = {
+    "env.name": f"{FILE}:Breaks", "run.callbacks": [f"{FILE}:Callback"], "eval.every": 1,
+    "advantage.type": f"{FILE}:advantages",
+}  # fmt: skip
+
+
+def settings_of(folder, model):
     return {
-        "model.path": tiny_llm(tmp_path / "model"), "model.dtype": "float32", "run.dir": tmp_path, "run.updates": 2,
+        "model.path": model, "model.dtype": "float32", "run.dir": folder, "run.updates": 2,
         "run.threads": 1, "run.save_every": 0, "rollout.tasks": 2, "rollout.group_size": 2, "eval.games": 2,
         "engine.type": "transformers", "rollout.max_response_tokens": 4, "policy.kl_coef": 0, "eval.every": 0,
         "env.name": f"{FILE}:DownInTraining",
@@ -29,32 +34,40 @@ def settings(tiny_llm, tmp_path):
 
 
 @pytest.fixture
-def recipe(tmp_path):
-    path = tmp_path / "attack.toml"
+def settings(tiny_llm, tmp_path):
+    return settings_of(tmp_path, tiny_llm(tmp_path / "model"))
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "attack.toml"
     path.write_text('[model]\npath = "-"\n')
     return path
+
+
+@pytest.fixture(scope="module")
+def calm(recipe, run_here, tiny_llm, tmp_path_factory):
+    """The directory of a run that nothing disturbs; read only."""
+    folder = tmp_path_factory.mktemp("calm")
+    settings = settings_of(folder, tiny_llm(folder / "model"))
+    assert run_here("train", recipe, settings | BREAKS, {"run.name": "calm"}) == 0
+    return folder / "calm"
 
 
 @pytest.mark.parametrize(
     "attack", ["tasks", "tasks that exit", "play", "score", "evaluation", "update"]
 )
 def test_an_update_that_is_over_is_saved_when_something_fails_then(
-    paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch, attack
+    paw_here, settings, recipe, calm, read_metrics, tmp_path, monkeypatch, attack
 ):
-    settings |= {
-        "env.name": f"{FILE}:Breaks",
-        "run.callbacks": [f"{FILE}:Callback"],
-        "eval.every": 1,
-    }
-    settings["advantage.type"] = f"{FILE}:advantages"
-    paw_here("train", recipe, settings, {"run.name": "calm"})
+    settings |= BREAKS
     monkeypatch.setenv("ATTACK", attack)
     failed = paw_here("train", recipe, settings, {"run.name": "run"}, code=2)
     assert re.fullmatch("paw: .*broken.*\n", failed.stderr)
     monkeypatch.delenv("ATTACK")
     paw_here("train", recipe, settings, {"run.name": "run"}, "--resume", "auto")
-    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "calm")
-    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "calm")
+    assert read_metrics(tmp_path / "run") == read_metrics(calm)
+    assert weights_of(tmp_path / "run") == weights_of(calm)
 
 
 def weights_of(run):
