@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-UPDATES, FAULTS = map(int, os.environ.get("PAW_SOAK", "12 6").split())
+UPDATES, FAULTS = map(int, os.environ.get("PAW_SOAK", "8 5").split())
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environments.py"
 KINDS = ("kill", "kill", "term", "interrupt", "disk")
 
