@@ -16,7 +16,10 @@ SMALL = {
     "env.max_turns": 3, "policy.kl_coef": 0,
 }  # fmt: skip
 SEARCH = {"run.updates": 2, "env.style": "paper", "env.entities": 20, "env.topk": 1}
-REFLEXION = {"run.updates": 1, "env.style": "paper", "env.max_turns": 1, "agent.trials": 2}
+REFLEXION = {
+    "run.updates": 1, "env.style": "paper", "env.max_turns": 1, "agent.trials": 2, "rollout.tasks": 1,
+    "rollout.group_size": 2, "eval.games": 1,
+}  # fmt: skip
 OWN = {"run.updates": 1, "env.name": f"{DOCS}/example_environment.py:Guess", "agent.words": 5}
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 pytestmark = pytest.mark.slow

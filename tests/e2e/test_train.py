@@ -191,10 +191,10 @@ def test_any_causal_lm_and_what_is_not_measured_is_absent(paw_here, tiny_llm, tm
     settings = {
         "run.dir": tmp_path, "run.name": "byte", "run.updates": 1, "run.threads": 1, "model.path": model,
         "model.dtype": "float32", "env.difficulty": "tiny", "env.style": "paper", "env.think": "true",
-        "env.max_turns": 3, "rollout.tasks": 2, "rollout.group_size": 3, "rollout.max_prompt_tokens": 1024,
+        "env.max_turns": 2, "rollout.tasks": 1, "rollout.group_size": 3, "rollout.max_prompt_tokens": 1024,
         "rollout.max_response_tokens": 12, "wm.loss": "ce", "wm.max_tokens": 40, "policy.kl_coef": 0,
         "policy.entropy_coef": 0.01, "policy.old_logp": "trainer", "optim.lr": 1e-2, "optim.epochs": 2,
-        "optim.minibatch_samples": 8, "eval.games": 2,
+        "optim.minibatch_samples": 4, "eval.games": 1,
     }  # fmt: skip
     recipe = tmp_path / "empty.toml"
     recipe.write_text('[model]\npath = "-"\n')
