@@ -48,14 +48,15 @@ def run(tmp_path):
 
 @contextmanager
 def serving(root):
-    """Serve `root`. Yields a function of (path, headers) that returns (status, text)."""
+    """Serve `root`. Yields a function of (path, headers) that returns (status, text); its member
+    `url` is the address."""
     server = make_server(root)
+    address = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
 
     def get(path, **headers):
-        url = f"http://127.0.0.1:{server.server_address[1]}{path}"
-        request = urllib.request.Request(url, headers=headers)
+        request = urllib.request.Request(f"{address}{path}", headers=headers)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=60) as answer:
@@ -63,6 +64,7 @@ def serving(root):
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
+    get.url = address
     try:
         yield get
     finally:
