@@ -27,7 +27,7 @@ from paw.tools.evaluate.played import load_played
 from paw.tools.reference import explain
 from paw.tools.warmup import quickstart
 from paw.tools.warmup.expert_play import demonstrations
-from paw.types import Sample
+from paw.types import Sample, Task
 
 HOUSE = {"name": "alfworld", "difficulty": "tiny", "style": "compact", "history": 3}
 PICK = {**HOUSE, "label": "pick", "kinds": ["pick"], "max_turns": 5, "reward": 1.0}
@@ -286,6 +286,36 @@ def test_groups_keep_to_their_environment_and_its_limits(model):
         assert metrics[f"success_{label}"] == sum(t.won for t in own) / len(own)
         assert metrics[f"return_{label}"] == sum(t.episode_return for t in own) / len(own)
     assert metrics["success_pick/pick"] == metrics["success_pick"]
+
+
+class Broken:
+    """Never begins an episode."""
+
+    tasks = [Task(f"broken {n}") for n in range(20)]
+
+    def reset(self, task):
+        raise RuntimeError("out of order")
+
+    def context(self):
+        return ""
+
+    def step(self, response):
+        raise NotImplementedError
+
+
+def test_an_environment_that_always_breaks_costs_its_own_groups(model):
+    broken = {"name": plugins.give(Broken), "label": "broken", "reward": 1.0}
+    config = configure(PICK, broken)
+    rollouts = Rollouts(make_factory(config), make_engine(model), make_chat(), config)
+    groups, stats = rollouts.training(0, 4)
+    rollouts.close()
+    assert labels_of(group.task for group in groups) == ["pick"] * 2
+    assert len(stats.failed) == 4
+    assert {trajectory.task.env for trajectory in stats.failed} == {"broken"}
+    assert all("out of order" in failure for failure in stats.failures)
+    metrics = success_metrics(groups, stats.failed)
+    assert metrics["success_broken"] == metrics["ci_low_broken"] == 0.0
+    assert "return_broken" not in metrics
 
 
 class Twice:

@@ -88,7 +88,6 @@ def summarise(
     """
     played = [line for line in lines if line["failure"] is None]
     labels = [table["label"] for table in settings.get("envs", [])]
-    scored_envs = {_env_of(line, labels) for line in played if line["score"] is not None}
     turns = [turn for line in played for turn in line["turns"]]
     summary: dict[str, Any] = {
         "environment": settings["env.name"],
@@ -98,22 +97,7 @@ def summarise(
         "temperature": settings["eval.temperature"],
         "episodes": len(played),
     }
-    shares = [(line["kind"], float(line["success"])) for line in played]
-    attempts = settings.get("eval.attempts", 1)
-    if attempts > 1:
-        played_games = _games_of(played, attempts, labels, scored_envs)
-        shares = [(game.kind, game.success) for game in played_games]
-        summary |= _without_games(attempt_metrics(played_games))
-        summary |= metrics_by_environment(played_games)
-    summary |= success_of([share for _, share in shares])
-    if scored_envs:
-        scores = [line["score"] or 0.0 for line in played if _env_of(line, labels) in scored_envs]
-        summary["score"] = sum(scores) / len(scores)
-
-    if labels:
-        summary["envs"] = labels
-        shares += [(kind.partition("/")[0], share) for kind, share in shares]
-    summary["kinds"] = kind_rows(shares)
+    summary |= _outcomes(played, labels, attempts=settings.get("eval.attempts", 1))
     summary["steps"] = sum(line["steps"] for line in played) / max(1, len(played))
     summary["valid_actions"] = sum(turn["valid"] for turn in turns) / max(1, len(turns))
     summary["context_full"] = sum(line["context_full"] for line in played)
@@ -124,6 +108,29 @@ def summarise(
     summary["priced"] = bool(prices.input_price or prices.output_price)
     summary["wall_s"] = round(wall_s, 1)
     return summary
+
+
+def _outcomes(
+    played: Sequence[dict[str, Any]], labels: Sequence[str], *, attempts: int
+) -> dict[str, Any]:
+    """Return success, scores and kinds of played episodes. `labels` are of several environments."""
+    outcomes: dict[str, Any] = {}
+    scored_envs = {_env_of(line, labels) for line in played if line["score"] is not None}
+    shares = [(line["kind"], float(line["success"])) for line in played]
+    if attempts > 1:
+        games = _games_of(played, attempts, labels, scored_envs)
+        shares = [(game.kind, game.success) for game in games]
+        outcomes |= _without_games(attempt_metrics(games)) | metrics_by_environment(games)
+    outcomes |= success_of([share for _, share in shares])
+    if scored_envs:
+        scores = [line["score"] or 0.0 for line in played if _env_of(line, labels) in scored_envs]
+        outcomes["score"] = sum(scores) / len(scores)
+
+    if labels:
+        outcomes["envs"] = list(labels)
+        shares += [(kind.partition("/")[0], share) for kind, share in shares]
+    outcomes["kinds"] = kind_rows(shares)
+    return outcomes
 
 
 def _agent_names(settings: dict[str, Any]) -> str:
