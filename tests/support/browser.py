@@ -6,11 +6,12 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from processes import wait_until
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 PROGRAM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -24,7 +25,6 @@ FLAGS = (
     "--no-first-run",
     "--remote-debugging-pipe",
 )
-PATIENCE_S = 120.0
 
 
 class Page:
@@ -59,10 +59,8 @@ class Page:
         return answer["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not self.run(condition):
-            assert time.monotonic() < deadline, condition
-            time.sleep(0.01)
+        """Wait until a JavaScript expression is true."""
+        wait_until(lambda: self.run(condition))
 
     def screenshot(self, path: Path) -> None:
         """Write what is visible as PNG, to look at."""

@@ -7,7 +7,7 @@ import shutil
 
 import browser
 import pytest
-from test_view import serving
+from viewing import serving
 
 from paw.tools.report.report import write_report
 
