@@ -2,11 +2,13 @@
 
 import itertools
 import statistics
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
 from paw.config.sections import EndpointConfig
+from paw.errors import UserError
 from paw.rollouts.attempts import (
     Game,
     attempt_lines,
@@ -20,6 +22,7 @@ from paw.rollouts.attempts import (
     sizes,
 )
 from paw.rollouts.success import kinds, success_metrics, wilson
+from paw.tools.evaluate import evaluate
 from paw.tools.evaluate.results import kind_lines, kind_rows, summarise, table
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
@@ -254,3 +257,18 @@ def test_attempts_of_an_agent_are_counted_by_game():
     assert summary["score"] == 0.75, "of the environment that has scores"
     assert (summary["pass_at_2_toys"], summary["best_at_1_house"]) == (1.0, 3.0)
     assert "\ntoys:\npass@1     50.0%" in table(summary)
+
+
+def test_a_folder_without_episodes_takes_other_settings(tmp_path):
+    """An evaluation may fail before it plays any, because of the very setting that is changed."""
+
+    def begin(value):
+        with ExitStack() as stack:
+            evaluate._open(stack, tmp_path, {"eval.games": 2, "eval.seed": value})
+
+    begin(1)
+    begin(2)
+    (tmp_path / "episodes.jsonl").write_text("{}\n")
+    begin(2)
+    with pytest.raises(UserError, match=r"holds an evaluation with eval\.seed = 2, not 3"):
+        begin(3)

@@ -424,9 +424,10 @@ def _updates(path: str | None) -> dict[str, Any]:
 def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
     """Make the folder of an evaluation, and lock it until `stack` closes.
 
-    Raises UserError if the folder cannot be written, or holds another evaluation.
+    Raises UserError if the folder cannot be written, or holds episodes of another evaluation.
     """
     path = folder / "settings.json"
+    episodes = folder / "episodes.jsonl"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(lock(folder))
@@ -439,6 +440,9 @@ def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
         raise UserError(
             f"--out {folder}: {path.name} does not belong to an evaluation; name another folder"
         )
+    if not (episodes.is_file() and episodes.stat().st_size):  # it failed before it played any
+        write_file(path, json.dumps(settings, indent=1) + "\n")
+        return
     for key in (*settings, *stored):
         stored_value = stored.get(key)
         value = settings.get(key)

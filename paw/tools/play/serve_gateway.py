@@ -233,7 +233,12 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 def _without_agent(config: Config) -> Config:
     """Return a configuration without agents and rewards: whoever asks is the agent, and says it."""
-    plain = {"agent": AgentConfig(), "reward": RewardConfig(), "rewards": [], "envs": []}
+    plain = {
+        "agent": AgentConfig(type="plain"),
+        "reward": RewardConfig(),
+        "rewards": [],
+        "envs": [],
+    }
     return config.model_copy(update=plain)
 
 
