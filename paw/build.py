@@ -39,7 +39,7 @@ from paw.model.patches import apply_liger, compile_layers, import_liger
 from paw.model.policy import DTYPES, Policy, pick_backend, pick_device, weights_dtype
 from paw.rollouts.engines import find_engine, make_engine, start_engine
 from paw.rollouts.engines.base import Closable, Engine
-from paw.rollouts.episode import find_agent
+from paw.rollouts.episode import find_agent, find_own_agents
 from paw.rollouts.text.chat import Chat
 from paw.rundir.resume import recorded_dtype
 from paw.types import Ids, as_ids
@@ -126,9 +126,10 @@ def join_ranks(device: torch.device, *, peer_timeout_s: float = 600.0) -> Ranks:
 def check_environment(config: Config) -> EnvFactory:
     """Return the environment of the run.
 
-    Raises UserError if the environment or the agent is unusable, or reward_max is missing.
+    Raises UserError if the environment or an agent is unusable, or reward_max is missing.
     """
     find_agent(config)
+    find_own_agents(config)
     factory = make_factory(config)
     for label, part in parts_of(factory, config.env).items():
         with named_entry(label):

@@ -100,7 +100,8 @@ EPISODES = (
     Metric(
         name="rewards/<reward>",
         label="Mean of a reward",
-        meaning="Mean over training episodes of one of several [[rewards]], without its weight.",
+        meaning="Mean over training episodes of one of several [[rewards]], without its weight."
+        " LABEL/REWARD for one of [[envs.rewards]], over the episodes of that environment.",
     ),
     Metric(
         name="groups/<environment>",
@@ -165,6 +166,19 @@ EVALUATION = (
         meaning="95 %, over games. The upper end is `eval/best_at_<k>_high`.",
     ),
     Metric(
+        name="eval/pass_at_<k>_<environment>",
+        label="pass@k by environment",
+        meaning="As eval/pass_at_<k>, for each of several [[envs]]. Its interval is"
+        " `eval/pass_at_<k>_low_<environment>` and `_high_`.",
+        unit="%",
+    ),
+    Metric(
+        name="eval/best_at_<k>_<environment>",
+        label="Best of k by environment",
+        meaning="As eval/best_at_<k>, for each of several [[envs]], with an interval of the same"
+        " names.",
+    ),
+    Metric(
         name="eval/success_<kind>",
         label="Success on held-out games by kind of task",
         meaning="As eval/success, for the games of one kind of task. In a run with several"
@@ -174,7 +188,7 @@ EVALUATION = (
     Metric(
         name="eval/ci_low_<environment>",
         label="Lower end of the interval by environment",
-        meaning="As eval/ci_low, for each of several [[envs]].",
+        meaning="As eval/ci_low, for each of several [[envs]]: over its games.",
         unit="%",
     ),
     Metric(

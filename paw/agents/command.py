@@ -74,7 +74,8 @@ class Command:
                 task = self._describe_task(env)
                 end = await self._run(task, session, url=url, key=key, model=model)
         try:
-            result = self._result(end, session, needs_reward=model.config.reward.type == "env")
+            rewards = model.config.reward_types(env.episode.trajectory.task.env)
+            result = self._result(end, session, needs_reward="env" in rewards)
         except EnvironmentFailure:
             if self.config.failure_reward is None or not session.turns:
                 raise

@@ -1,7 +1,8 @@
 """Lists of plug-ins in a recipe, such as [[envs]]: tables that each name a plug-in, with its keys.
 
-An entry has the keys of the section of one plug-in (`env` for `envs`), and some of its own. Errors
-and the command line call its keys `envs.LABEL.key`. This module imports no torch.
+An entry has the keys of the section of one plug-in (`env` for `envs`), and some of its own. Some of
+these hold a section or a list again, such as [envs.agent] and [[envs.rewards]]. Errors and the
+command line call its keys `envs.LABEL.key`. This module imports no torch.
 """
 
 import re
@@ -19,8 +20,9 @@ from paw.errors import UserError, clean
 
 LABEL = r"^[A-Za-z0-9_-]{1,40}$"
 """A label is a part of keys and of the names of metrics."""
-RESERVED = ("all", "mean")
-"""Labels that metrics use for everything together."""
+RESERVED = r"all|mean|(low|high)(_.*)?"
+"""Labels that would make a metric's name that there is: of everything together (success/all), or of
+the end of an interval (pass_at_4_low_LABEL)."""
 
 
 class Entry(Section):
@@ -30,6 +32,10 @@ class Entry(Section):
     """The key of the list."""
     SECTION: ClassVar[str]
     """The key of the section whose keys an entry has."""
+    SECTIONS: ClassVar[dict[str, type[PluginSection]]] = {}
+    """Keys of its own that hold a section. Each is also a section of the configuration."""
+    LISTS: ClassVar[dict[str, type["Entry"]]] = {}
+    """Keys of its own that hold a list of entries. Each is also a list of the configuration."""
     label: Annotated[str, Field(pattern=LABEL)] = ""
     """Its name in keys and metrics, unique in the list. If unset, the last part of the plug-in's
     name: "Guess" for "games.py:Guess"."""
@@ -38,7 +44,8 @@ class Entry(Section):
     @model_serializer(mode="wrap")
     def _as_one_table(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         table = handler(self)
-        return table.pop("section") | table
+        section = table.pop("section")
+        return section | {key: value for key, value in table.items() if value not in (None, [])}
 
     @classmethod
     def base(cls) -> Any:
@@ -57,14 +64,24 @@ class Entry(Section):
 
     @classmethod
     def keys_of(cls, table: Mapping[str, Any]) -> dict[str, FieldInfo]:
-        """Return the keys that an entry may have, with the plug-in that it names.
+        """Return the keys that an entry may have, with the plug-ins that it names.
 
-        Raises UserError if there is no such plug-in.
+        Those of a section or a list within it are dotted. Raises UserError if there is no such
+        plug-in.
         """
         section = section_type(cls.base(), table.get(cls.base().KEY))
-        keys = cls.own_keys()
+        keys = {key: field for key, field in cls.own_keys().items() if key not in cls.SECTIONS}
         for dotted, field, _ in fields(cls.SECTION, section):
             keys[dotted.removeprefix(f"{cls.SECTION}.")] = field
+        for name, base in cls.SECTIONS.items():
+            inner = table.get(name)
+            plugin = inner.get(base.KEY) if isinstance(inner, dict) else None
+            for dotted, field, _ in fields(name, section_type(base, plugin)):
+                keys[dotted] = field
+        for name, kind in cls.LISTS.items():
+            for label, inner in tables_by_label(kind, table.get(name)).items():
+                for key, field in kind.keys_of(inner).items():
+                    keys[f"{name}.{label}.{key}"] = field
         return keys
 
     @classmethod
@@ -105,40 +122,66 @@ class Entry(Section):
             raise problem("unnamed", f"its {key} is missing", where, table)
 
         label = cls.label_of(table)
-        if not re.fullmatch(LABEL, label) or label in RESERVED:
+        if not re.fullmatch(LABEL, label) or re.fullmatch(RESERVED, label):
             reason = (
-                "give it a label of at most 40 letters, digits, - and _, "
-                f"which is not {' or '.join(map(repr, RESERVED))}"
+                "give it a label of at most 40 letters, digits, - and _, which is not 'all' or "
+                "'mean' and does not begin with the word low or high"
             )
             raise problem("label", reason, (*where, "label"), label or table.get(key))
         own = {name: value for name, value in table.items() if name in cls.own_keys()}
         rest = {name: value for name, value in table.items() if name not in own}
-        section = cls._read_section(rest, label)
+        where = (cls.LIST, label)
+        section = read_section(cls.base(), cls.SECTION, rest, where)
+        for name in own:
+            if name in cls.SECTIONS:
+                own[name] = cls._read_inner_section(name, own[name], where)
+            elif name in cls.LISTS:
+                own[name] = cls._read_inner_list(name, own[name], where)
         try:
             return cls.model_validate({**own, "label": label, "section": section})
         except ValidationError as error:
-            raise located(error, (cls.LIST, label)) from None
+            raise located(error, where) from None
 
     @classmethod
-    def _read_section(cls, table: dict[str, Any], label: str) -> PluginSection:
-        base = cls.base()
-        where = (cls.LIST, label)
-        try:
-            kind: Any = section_type(base, table[base.KEY])
-        except UserError as error:
-            name = table[base.KEY]
-            reason = str(error).removeprefix(f"'{name}': ")
-            raise problem("plugin", reason, (*where, base.KEY), name) from None
+    def _read_inner_section(cls, name: str, value: Any, where: tuple[str, ...]) -> Any:
+        if isinstance(value, PluginSection):
+            return value
+        if not isinstance(value, dict):
+            reason = f"it must be a table, [{cls.LIST}.{name}]"
+            raise problem("table", reason, (*where, name), value)
+        return read_section(cls.SECTIONS[name], name, value, (*where, name))
 
-        flat = flatten(table, f"{cls.SECTION}.")
-        for dotted, state in key_states({cls.SECTION: kind}, flat).items():
-            if state.needs and flat.get(dotted, state.field.default) != state.field.default:
-                leaf = tuple(dotted.split(".")[1:])
-                raise problem("only", f"it needs {state.needs}", (*where, *leaf), flat[dotted])
+    @classmethod
+    def _read_inner_list(cls, name: str, value: Any, where: tuple[str, ...]) -> Any:
         try:
-            return kind.model_validate(table)
+            return cls.LISTS[name].read_all(value)
         except ValidationError as error:
             raise located(error, where) from None
+
+
+def read_section(
+    base: Any, name: str, table: dict[str, Any], where: tuple[str, ...]
+) -> PluginSection:
+    """Return the section of a plug-in from its table, which is at `where`.
+
+    `name` is the section's name in the needs of keys, such as "env". Raises ValidationError.
+    """
+    try:
+        kind: Any = section_type(base, table.get(base.KEY))
+    except UserError as error:
+        plugin = table[base.KEY]
+        reason = str(error).removeprefix(f"'{plugin}': ")
+        raise problem("plugin", reason, (*where, base.KEY), plugin) from None
+
+    flat = flatten(table, f"{name}.")
+    for dotted, state in key_states({name: kind}, flat).items():
+        if state.needs and flat.get(dotted, state.field.default) != state.field.default:
+            leaf = tuple(dotted.split(".")[1:])
+            raise problem("only", f"it needs {state.needs}", (*where, *leaf), flat[dotted])
+    try:
+        return kind.model_validate(table)
+    except ValidationError as error:
+        raise located(error, where) from None
 
 
 def problem(kind: str, reason: str, location: tuple[str, ...], value: Any) -> ValidationError:
@@ -162,48 +205,82 @@ def located(error: ValidationError, location: tuple[str, ...]) -> ValidationErro
     return ValidationError.from_exception_data(error.title, details)
 
 
-def entry_of(kind: type[Entry], tables: Any, label: str) -> Any:
-    """Return the table with this label. Raises UserError if there is none."""
+def tables_by_label(kind: type[Entry], tables: Any) -> dict[str, dict[str, Any]]:
+    """Return the tables of a list by their labels, without anything else that it holds."""
+    tables = tables if isinstance(tables, list) else []
+    return {kind.label_of(table): table for table in tables if isinstance(table, dict)}
+
+
+def entry_of(kind: type[Entry], tables: Any, label: str, prefix: str = "") -> Any:
+    """Return the table with this label. Raises UserError if there is none.
+
+    `prefix` is what precedes the key of the list, such as "envs.LABEL.".
+    """
     tables = tables if isinstance(tables, list) else []
     for table in tables:
         if kind.label_of(table) == label:
             return table
+    name = f"{prefix.partition('.')[0]}.{kind.LIST}" if prefix else kind.LIST
     labels = ", ".join(clean(kind.label_of(table)) for table in tables)
-    has = f"its [[{kind.LIST}]] are {labels}" if tables else f"it has no [[{kind.LIST}]]"
+    has = f"its [[{name}]] are {labels}" if tables else f"it has no [[{name}]]"
+    key = f"{prefix}{kind.LIST}"
     raise UserError(
-        f"command line: '--{kind.LIST}.{clean(label)}' names no entry of the recipe: {has} "
-        f"(--{kind.LIST}.LABEL.KEY VALUE)"
+        f"command line: '--{clean(key)}.{clean(label)}' names no entry of the recipe: {has} "
+        f"(--{clean(key)}.LABEL.KEY VALUE)"
     )
 
 
-def with_key(kind: type[Entry], tables: Any, key: str, value: Any) -> list[Any]:
+def with_key(
+    kind: type[Entry], tables: Any, key: str, value: Any, *, prefix: str = ""
+) -> list[Any]:
     """Return the tables of a list with one key of one entry changed.
 
-    `key` is "LABEL.key" or "LABEL.table.key". Raises UserError if there is no such entry.
+    `key` is "LABEL.key", "LABEL.table.key" or "LABEL.list.LABEL.key", and `prefix` as for
+    `entry_of`. Raises UserError if there is no such entry.
     """
     label, _, leaf = key.partition(".")
-    old_table = entry_of(kind, tables, label)
+    old_table = entry_of(kind, tables, label, prefix)
     if not leaf or not isinstance(old_table, dict):
+        name = f"{prefix}{kind.LIST}"
         raise UserError(
-            f"command line: '--{kind.LIST}.{clean(key)}' is no key: --{kind.LIST}.LABEL.KEY VALUE"
+            f"command line: '--{clean(f'{name}.{key}')}' is no key: --{name}.LABEL.KEY VALUE"
         )
     new_table = dict(old_table)
-    parent = new_table
-    *names, last = leaf.split(".")
-    for name in names:
-        inner = parent.get(name)
-        parent[name] = dict(inner) if isinstance(inner, dict) else {}
-        parent = parent[name]
-    parent[last] = value
+    list_name, _, inner_key = leaf.partition(".")
+    if list_name in kind.LISTS and inner_key:
+        new_table[list_name] = with_key(
+            kind.LISTS[list_name],
+            new_table.get(list_name),
+            inner_key,
+            value,
+            prefix=f"{prefix}{kind.LIST}.{label}.",
+        )
+    else:
+        _set(new_table, leaf, value)
     return [new_table if table is old_table else table for table in tables]
 
 
-def by_label(kind: type[Entry], tables: Any) -> dict[str, Any]:
-    """Return the keys of a list's tables as {"envs.LABEL.key": value}."""
+def _set(table: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a key of a table, in copies of the tables within it."""
+    *names, last = dotted.split(".")
+    for name in names:
+        inner = table.get(name)
+        table[name] = dict(inner) if isinstance(inner, dict) else {}
+        table = table[name]
+    table[last] = value
+
+
+def by_label(kind: type[Entry], tables: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the keys of a list's tables as {"envs.LABEL.key": value}, after `prefix`."""
     flat: dict[str, Any] = {}
-    for table in tables if isinstance(tables, list) else []:
-        if isinstance(table, dict):
-            label = kind.label_of(table)
-            keys = {key: value for key, value in table.items() if key != "label"}
-            flat |= flatten(keys, f"{kind.LIST}.{label}.")
+    for label, table in tables_by_label(kind, tables).items():
+        place = f"{prefix}{kind.LIST}.{label}."
+        keys = {key: value for key, value in table.items() if key != "label"}
+        for name in kind.SECTIONS:
+            inner = keys.pop(name, None)
+            if isinstance(inner, dict):
+                flat |= {f"{place}{name}.{key}": value for key, value in flatten(inner).items()}
+        for name, inner_kind in kind.LISTS.items():
+            flat |= by_label(inner_kind, keys.pop(name, None), place)
+        flat |= {f"{place}{key}": value for key, value in flatten(keys).items()}
     return flat

@@ -137,14 +137,19 @@ def hint(key: str, flat: Flat) -> str:
 def _entry_hint(kind: type[Entry], entry_key: str, flat: Flat) -> str:
     """Return the hint for a key of an entry, from that for the key of a single plug-in."""
     label, _, leaf = entry_key.partition(".")
+    prefix = f"{kind.LIST}.{label}."
+    inner = leaf.partition(".")[0]
+    if inner != leaf and inner in (*kind.SECTIONS, *kind.LISTS):
+        table = entry_of(kind, flat.get(kind.LIST), label)
+        text = hint(leaf, flatten({inner: table.get(inner)}))
+        return re.sub(rf"\b{inner}\.", f"{prefix}{inner}.", text)
     if nearest(leaf, kind.own_keys()):
-        prefix = f"{kind.LIST}.{label}."
         return f"; {nearest(f'{prefix}{leaf}', [f'{prefix}{key}' for key in kind.own_keys()])}"
     table = entry_of(kind, flat.get(kind.LIST), label)
     keys = flatten({key: value for key, value in table.items() if key not in kind.own_keys()})
     as_single = {f"{kind.SECTION}.{key}": value for key, value in keys.items()}
     text = hint(f"{kind.SECTION}.{leaf}", as_single)
-    return re.sub(rf"\b{kind.SECTION}\.", f"{kind.LIST}.{label}.", text)
+    return re.sub(rf"\b{kind.SECTION}\.", prefix, text)
 
 
 def _former(new_key: str | None) -> str:

@@ -152,18 +152,11 @@ def _with_override(list_name: str, tables: Any, key: str, value: Any) -> list[An
 
 def named(value: Any) -> Any:
     """Replace a plug-in with its name, also in a list, and in the tables of a list."""
-    if not isinstance(value, list):
-        return _name_of(value)
-    return [
-        {key: _name_of(inner) for key, inner in item.items()}
-        if isinstance(item, dict)
-        else _name_of(item)
-        for item in value
-    ]
-
-
-def _name_of(value: Any) -> Any:
-    if isinstance(value, str | int | float | tuple | list | dict | Path | None):
+    if isinstance(value, list):
+        return [named(item) for item in value]
+    if isinstance(value, dict):
+        return {key: named(inner) for key, inner in value.items()}
+    if isinstance(value, str | int | float | tuple | Path | None):
         return value
     return plugins.give(value)
 
@@ -230,11 +223,14 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
 def _origin_of(key: str, message: str, origins: dict[str, str], *, default: str) -> str:
     """Return where the key, or a key that the message names, was set.
 
-    This is the command line if any of them was set there, otherwise the origin of the last one.
+    If `key` is a section, its keys count too. This is the command line if any of them was set
+    there, otherwise the origin of the last one.
     """
     candidates = []
     for known_key, origin in origins.items():
-        if f"{key}.".startswith(f"{known_key}.") or known_key in message:
+        is_above = f"{key}.".startswith(f"{known_key}.")
+        is_below = known_key.startswith(f"{key}.")
+        if is_above or is_below or known_key in message:
             candidates.append(origin)
     if "command line" in candidates:
         return "command line"

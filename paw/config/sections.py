@@ -252,33 +252,6 @@ class EnvConfig(PluginSection):
     or anchor the beginning."""
 
 
-class EnvEntry(Entry):
-    """The environments of a run with several, in place of `env`: a table [[envs]] for each.
-
-    It has the keys of `env`, and these. On the command line, `--envs.LABEL.max_turns 5` changes a
-    key of one of them.
-    """
-
-    LIST = "envs"
-    SECTION = "env"
-    share: Positive = 1.0
-    """Its part of an update's tasks, relative to the shares of the others."""
-    section: SerializeAsAny[EnvConfig]
-
-    @classmethod
-    def summary(cls, entries: "Sequence[Any]") -> EnvConfig:
-        """Return what a run with these environments has as `env`: the largest of each limit."""
-        sections = [entry.section for entry in entries]
-        limits: dict[str, Any] = {}
-        for key in ("max_turns", "reward", "invalid_penalty", "step_timeout_s", "threads"):
-            limits[key] = max(getattr(section, key) for section in sections)
-        return EnvConfig(
-            name=" + ".join(entry.label for entry in entries),
-            max_text=max(section.max_text for section in sections),
-            **limits,
-        )
-
-
 class AgentConfig(PluginSection):
     """How the model plays an episode."""
 
@@ -318,6 +291,39 @@ class RewardEntry(Entry):
     def summary(cls, entries: "Sequence[Any]") -> RewardConfig:
         """Return what a run with these rewards has as `reward`."""
         return RewardConfig(type=" + ".join(entry.label for entry in entries))
+
+
+class EnvEntry(Entry):
+    """The environments of a run with several, in place of `env`: a table [[envs]] for each.
+
+    It has the keys of `env`, and these. On the command line, `--envs.LABEL.max_turns 5` changes a
+    key of one of them, and `--envs.LABEL.agent.type react` its agent.
+    """
+
+    LIST = "envs"
+    SECTION = "env"
+    SECTIONS = {"agent": AgentConfig}
+    LISTS = {"rewards": RewardEntry}
+    share: Positive = 1.0
+    """Its part of an update's tasks, relative to the shares of the others."""
+    agent: SerializeAsAny[AgentConfig] | None = None
+    """[envs.agent], an agent of its own in place of the run's."""
+    rewards: list[RewardEntry] = []
+    """[[envs.rewards]], rewards of its own in place of the run's."""
+    section: SerializeAsAny[EnvConfig]
+
+    @classmethod
+    def summary(cls, entries: "Sequence[Any]") -> EnvConfig:
+        """Return what a run with these environments has as `env`: the largest of each limit."""
+        sections = [entry.section for entry in entries]
+        limits: dict[str, Any] = {}
+        for key in ("max_turns", "reward", "invalid_penalty", "step_timeout_s", "threads"):
+            limits[key] = max(getattr(section, key) for section in sections)
+        return EnvConfig(
+            name=" + ".join(entry.label for entry in entries),
+            max_text=max(section.max_text for section in sections),
+            **limits,
+        )
 
 
 ENTRIES: dict[str, type[Entry]] = {"envs": EnvEntry, "rewards": RewardEntry}
@@ -577,6 +583,21 @@ class Config(Section):
         if not self.envs:
             return {"": self.env}
         return {entry.label: entry.section for entry in self.envs}
+
+    @property
+    def own_agents(self) -> dict[str, AgentConfig]:
+        """The section of each environment's own agent, by the label of the environment."""
+        return {entry.label: entry.agent for entry in self.envs if entry.agent is not None}
+
+    @property
+    def own_rewards(self) -> dict[str, list[RewardEntry]]:
+        """The rewards of each environment with its own, by the label of the environment."""
+        return {entry.label: entry.rewards for entry in self.envs if entry.rewards}
+
+    def reward_types(self, label: str) -> list[str]:
+        """Return the types of the rewards that episodes of an environment get."""
+        rewards = self.own_rewards.get(label, self.rewards)
+        return [reward.section.type for reward in rewards] or [self.reward.type]
 
     @field_validator("env", "agent", "reward", "engine", "advantage", "policy", "wm", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from paw.errors import clean, short_repr
+from paw.errors import UserError, clean, short_repr
 from paw.types import THINKING, Reply, ToolCall
 
 Message = dict[str, Any]
@@ -337,4 +337,6 @@ def _new_id() -> str:
 
 def problem_of(error: BaseException) -> str:
     """Return an unexpected error as the message of an answer."""
+    if isinstance(error, UserError):
+        return clean(error, 300)
     return f"{type(error).__name__}: {clean(error, 300)}"

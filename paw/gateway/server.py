@@ -24,8 +24,8 @@ from paw.gateway.messages import (
     to_json,
 )
 
-MAX_BYTES = 1 << 28
-"""Size limit of a request, which contains a whole conversation."""
+MAX_BYTES = 1 << 25
+"""Size limit of a request, which contains a whole conversation. Many may arrive at once."""
 SHUTDOWN_S = 0.1
 """Time limit for requests in progress when the server stops."""
 NO_RETRY = {"x-should-retry": "false"}
@@ -149,15 +149,12 @@ class Gateway:
         if not found:
             raise RequestError(f"there is no {http.path}; the base URL ends in /v1", status=404)
         session = session.strip("/") or _api_key(http)
-        complete = self._sessions.get(session)
-        if complete is None and self._open_unknown:
-            complete = self._open_unknown(session)
-        if complete is None:
+        if session not in self._sessions and not self._open_unknown:
             raise RequestError(f"there is no session {short_repr(session)}", status=404)
 
         route = (http.method, path.rstrip("/"))
         if route == ("POST", "chat/completions"):
-            return await self._complete(http, complete)
+            return await self._complete(http, session)
         if route == ("GET", "models"):
             model = {"id": self._model, "object": "model", "created": 0, "owned_by": "paw"}
             return self._web.json_response({"object": "list", "data": [model]})
@@ -166,8 +163,13 @@ class Gateway:
             problem = NO_RESPONSES
         raise RequestError(problem, status=404)
 
-    async def _complete(self, http: Any, complete: Complete) -> Any:
+    async def _complete(self, http: Any, session: str) -> Any:
         body = await _json_of(http)
+        complete = self._sessions.get(session)
+        if complete is None and self._open_unknown:
+            complete = self._open_unknown(session)
+        if complete is None:
+            raise RequestError(f"the session {short_repr(session)} has ended", status=404)
 
         def is_open() -> bool:
             return http.transport is not None and not http.transport.is_closing()
@@ -176,15 +178,16 @@ class Gateway:
         model = str(body.get("model") or self._model)
         if not body.get("stream"):
             return self._web.json_response(text=to_json(completion(answer, model)))
-        options = body.get("stream_options") or {}
-        text = events(answer, model, with_usage=bool(options.get("include_usage")))
+        options = body.get("stream_options")
+        with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        text = events(answer, model, with_usage=with_usage)
         return self._web.Response(text=text, content_type="text/event-stream")
 
 
 async def _json_of(http: Any) -> Any:
     try:
         return await http.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
 
 

@@ -49,20 +49,9 @@ async def run_program(
 
     `variables` are its environment, and `stdin` is what it can read. Raises the exception of
     `interrupt` as soon as that is set, and OSError if no process can be started. Whatever happens,
-    no process of it is left.
+    no process of its group is left.
     """
-    with tempfile.TemporaryFile() as task_file:
-        task_file.write(stdin.encode("utf-8", "replace"))
-        task_file.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", lifeline.__file__, str(os.getpid()), *words],
-            stdin=task_file,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=dict(variables),
-            start_new_session=True,
-            bufsize=0,
-        )
+    process = _start(words, variables=variables, stdin=stdin)
     assert process.stdout is not None and process.stderr is not None
     budget = OutputBudget()
     output = OutputTail(process.stdout, budget)
@@ -91,6 +80,24 @@ async def run_program(
     if code and not problem:
         problem = f"signal {-code}" if code < 0 else f"exit code {code}"
     return ProgramEnd(problem, last_line=output.last_line(), last_error=errors.last_line())
+
+
+def _start(
+    words: Sequence[str], *, variables: Mapping[str, str], stdin: str
+) -> "subprocess.Popen[bytes]":
+    """Start a command in a process group of its own, which ends with this process."""
+    with tempfile.TemporaryFile() as task_file:
+        task_file.write(stdin.encode("utf-8", "replace"))
+        task_file.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", lifeline.__file__, str(os.getpid()), *words],
+            stdin=task_file,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(variables),
+            start_new_session=True,
+            bufsize=0,
+        )
 
 
 def _kill(group: int) -> None:

@@ -36,6 +36,8 @@ class Game:
     scores: tuple[float, ...]
     """The score of each attempt: the environment's own score in [0, 1], or the return if it has
     none."""
+    env: str = ""
+    """The label of its environment in a run with several."""
 
     @property
     def success(self) -> float:
@@ -122,16 +124,17 @@ def games_of(groups: Sequence[Group], failed: Sequence[Trajectory], attempts: in
     the score 0. Games of which every attempt failed are known from `failed` alone.
     """
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
-    has_scores = any(episode.summary.score is not None for episode in episodes)
+    scored_envs = {episode.task.env for episode in episodes if episode.summary.score is not None}
     games: list[Game] = []
     failures = Counter(trajectory.task.id for trajectory in failed)
-    kinds = {trajectory.task.id: kind_name(trajectory.task.kind) for trajectory in failed}
+    failed_tasks = {trajectory.task.id: trajectory.task for trajectory in failed}
 
     for group in groups:
         scores: list[float] = []
         for trajectory in group.trajectories:
             summary = trajectory.summary
-            scores.append((summary.score or 0.0) if has_scores else summary.episode_return)
+            has_score = group.task.env in scored_envs
+            scores.append((summary.score or 0.0) if has_score else summary.episode_return)
         missing = attempts - len(scores)
         failures[group.task.id] -= missing
         games.append(
@@ -140,12 +143,20 @@ def games_of(groups: Sequence[Group], failed: Sequence[Trajectory], attempts: in
                 attempts=attempts,
                 successes=sum(trajectory.won for trajectory in group.trajectories),
                 scores=(*scores, *[0.0] * missing),
+                env=group.task.env,
             )
         )
 
     for task_id, count in failures.items():
         for _ in range(count // attempts):  # a task may have been drawn more than once
-            game = Game(kinds.get(task_id, ""), attempts, successes=0, scores=(0.0,) * attempts)
+            task = failed_tasks[task_id]
+            game = Game(
+                kind=kind_name(task.kind),
+                attempts=attempts,
+                successes=0,
+                scores=(0.0,) * attempts,
+                env=task.env,
+            )
             games.append(game)
     return games
 
@@ -156,21 +167,30 @@ def evaluation_metrics(
     """Return `success_metrics` of an evaluation with `attempts` at each game.
 
     With several attempts, games is the number of games, success with its interval is over games,
-    and pass@k and best-of-k are added (`attempt_metrics`).
+    and pass@k and best-of-k are added (`attempt_metrics`), with [[envs]] also of each environment.
     """
     metrics = success_metrics(groups, failed)
     if attempts > 1:
-        metrics |= attempt_metrics(games_of(groups, failed, attempts))
+        games = games_of(groups, failed, attempts)
+        metrics |= attempt_metrics(games) | metrics_by_environment(games)
     return metrics
 
 
 def shares_by_kind(
     groups: list[Group], failed: Sequence[Trajectory], *, attempts: int
 ) -> list[tuple[str, float]]:
-    """Return (kind of task, share of attempts that succeeded) of every game."""
-    if attempts > 1:
-        return [(game.kind, game.success) for game in games_of(groups, failed, attempts)]
-    return [(kind, float(won)) for kind, won in kinds(groups, failed)]
+    """Return (kind of task, share of attempts that succeeded) of every game.
+
+    With several environments, the label of its environment is a second kind of each game.
+    """
+    if attempts == 1:
+        return [(kind, float(won)) for kind, won in kinds(groups, failed)]
+    shares: list[tuple[str, float]] = []
+    for game in games_of(groups, failed, attempts):
+        shares.append((game.kind, game.success))
+        if game.env:
+            shares.append((game.env, game.success))
+    return shares
 
 
 def attempt_metrics(games: Sequence[Game]) -> dict[str, Any]:
@@ -205,18 +225,51 @@ def attempt_metrics(games: Sequence[Game]) -> dict[str, Any]:
     return metrics
 
 
+def metrics_by_environment(games: Sequence[Game]) -> dict[str, float]:
+    """Return `attempt_metrics` of each of several environments, its label after their names.
+
+    The numbers of games and attempts are left out. Returns {} if there is one environment.
+    """
+    games_by_label: dict[str, list[Game]] = {}
+    for game in games:
+        if game.env:
+            games_by_label.setdefault(game.env, []).append(game)
+
+    metrics: dict[str, float] = {}
+    for label, own_games in sorted(games_by_label.items()):
+        for name, value in attempt_metrics(own_games).items():
+            if name not in ("games", "attempts"):
+                metrics[f"{name}_{label}"] = value
+    return metrics
+
+
 def attempt_lines(metrics: dict[str, Any]) -> list[str]:
-    """Return pass@k and best-of-k of `attempt_metrics` as text, one line for each k."""
+    """Return pass@k and best-of-k of an evaluation as text, one line for each k.
+
+    Then come those of each of several environments, whose labels are `metrics["envs"]`.
+    """
+    lines = _lines_of(metrics, "")
+    for label in metrics.get("envs", []):
+        own_lines = _lines_of(metrics, f"_{label}")
+        if own_lines:
+            lines += [f"  {label}:", *(f"  {line}" for line in own_lines)]
+    return lines
+
+
+def _lines_of(metrics: dict[str, Any], suffix: str) -> list[str]:
+    """Return a line for each k of the metrics whose names end with `suffix`."""
     lines: list[str] = []
     for k in sizes(round(metrics.get("attempts", 0))):
-        name = f"pass_at_{k}"
-        if name not in metrics:
+        passed = metrics.get(f"pass_at_{k}{suffix}")
+        if passed is None:
             continue
-        low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
-        line = f"  pass@{k:<4} {metrics[name]:6.1%} ({low:.1%} to {high:.1%})"
-        best = f"best_at_{k}"
-        line += f"   best of {k:<4} {metrics[best]:.3f}"
-        if f"{best}_low" in metrics:
-            line += f" ({metrics[f'{best}_low']:.3f} to {metrics[f'{best}_high']:.3f})"
+        low = metrics[f"pass_at_{k}_low{suffix}"]
+        high = metrics[f"pass_at_{k}_high{suffix}"]
+        best = metrics[f"best_at_{k}{suffix}"]
+        line = f"  pass@{k:<4} {passed:6.1%} ({low:.1%} to {high:.1%})   best of {k:<4} {best:.3f}"
+        best_low = metrics.get(f"best_at_{k}_low{suffix}")
+        if best_low is not None:
+            best_high = metrics[f"best_at_{k}_high{suffix}"]
+            line += f" ({best_low:.3f} to {best_high:.3f})"
         lines.append(line)
     return lines

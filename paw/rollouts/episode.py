@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from paw.config import plugins
-from paw.config.sections import Config, EnvConfig
+from paw.config.sections import AgentConfig, Config, EnvConfig
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, quietly
 from paw.io.threads import Threads
 from paw.rollouts.base import RolloutStats
@@ -471,19 +471,43 @@ async def plain(env: EnvHandle, model: Model) -> None:
 def find_agent(config: Config) -> Agent:
     """Return the agent that agent.type names, with its settings.
 
-    Raises UserError if it cannot play this environment.
+    It plays every environment without an agent of its own (`find_own_agents`). Raises UserError if
+    it cannot play one of these.
     """
-    name = config.agent.type
+    own = config.own_agents
     for label, section in config.environments.items():
-        if name in PLAYS and PLAYS[name] != section.name:
-            which = f"'{section.name}' (envs.{label})" if label else f"'{section.name}'"
-            raise UserError(
-                f"agent.type = '{name}' answers questions: "
-                f"it plays env.name = '{PLAYS[name]}', not {which}"
-            )
-    agent = plugins.load("agents", name)
-    with others_code(f"agent.type = '{name}'"):
-        return bind(agent, config.agent)
+        if label not in own:
+            _check_plays(config.agent, section, "agent.type", label)
+    return _with_settings(config.agent, "agent.type")
+
+
+def find_own_agents(config: Config) -> dict[str, Agent]:
+    """Return the agents that single environments name ([envs.agent]), by the environment's label.
+
+    Raises UserError if one cannot play its environment.
+    """
+    agents: dict[str, Agent] = {}
+    for label, section in config.own_agents.items():
+        key = f"envs.{label}.agent.type"
+        _check_plays(section, config.environments[label], key, label)
+        agents[label] = _with_settings(section, key)
+    return agents
+
+
+def _check_plays(agent: AgentConfig, env: EnvConfig, key: str, label: str) -> None:
+    """Raise UserError if an agent cannot play an environment."""
+    plays = PLAYS.get(agent.type, env.name)
+    if plays != env.name:
+        which = f"'{env.name}' (envs.{label})" if label else f"'{env.name}'"
+        raise UserError(
+            f"{key} = '{agent.type}' answers questions: it plays env.name = '{plays}', not {which}"
+        )
+
+
+def _with_settings(section: AgentConfig, key: str) -> Agent:
+    agent = plugins.load("agents", section.type)
+    with others_code(f"{key} = '{section.type}'"):
+        return bind(agent, section)
 
 
 def bind(plugin: Any, section: Any) -> Any:

@@ -1,10 +1,13 @@
-"""What an episode is worth, if not the environment's own reward: [reward] or [[rewards]]."""
+"""What an episode is worth, if not the environment's own reward: [reward] or [[rewards]].
 
-from collections.abc import Callable
+One of several environments may have its own, [[envs.rewards]].
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from paw.config import plugins
-from paw.config.sections import Config, RewardConfig
+from paw.config.sections import Config, RewardConfig, RewardEntry
 from paw.errors import UserError, others_code
 from paw.rollouts.episode import bind
 from paw.rollouts.guard import MAX_REWARD, number
@@ -39,19 +42,33 @@ def load_rewards(config: Config) -> list[Reward]:
 
     Returns none if the environment's own rewards count as they are.
     """
-    if not config.rewards:
-        origin = f"reward.type = '{config.reward.type}'"
-        function = _load(config.reward, origin)
-        return [] if function is None else [Reward("", 1.0, origin, function)]
+    if config.rewards:
+        return _load_all(config.rewards)
+    origin = f"reward.type = '{config.reward.type}'"
+    function = _load(config.reward, origin)
+    return [] if function is None else [Reward("", 1.0, origin, function)]
 
+
+def load_own_rewards(config: Config) -> dict[str, list[Reward]]:
+    """Return the rewards of each environment with its own, [[envs.rewards]], by its label.
+
+    The labels of these rewards begin with that of the environment.
+    """
+    return {label: _load_all(entries, env=label) for label, entries in config.own_rewards.items()}
+
+
+def _load_all(entries: Sequence[RewardEntry], env: str = "") -> list[Reward]:
+    """Return the rewards of a list, of all environments or of one."""
     rewards: list[Reward] = []
-    for entry in config.rewards:
-        origin = f"rewards.{entry.label}.type = '{entry.section.type}'"
+    for entry in entries:
+        key = f"envs.{env}.rewards.{entry.label}" if env else f"rewards.{entry.label}"
+        origin = f"{key}.type = '{entry.section.type}'"
         try:
             function = _load(entry.section, origin)
         except UserError as error:
-            raise UserError(f"[[rewards]] {entry.label}: {error}") from error
-        rewards.append(Reward(entry.label, entry.weight, origin, function))
+            raise UserError(f"{key}: {error}") from error
+        label = f"{env}/{entry.label}" if env else entry.label
+        rewards.append(Reward(label, entry.weight, origin, function))
     return rewards
 
 

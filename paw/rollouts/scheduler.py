@@ -30,11 +30,11 @@ from paw.rollouts.base import Progress, RolloutResult, RolloutStats
 from paw.rollouts.engine_model import EngineModel
 from paw.rollouts.engines.base import Completion, Request
 from paw.rollouts.env_pool import STOP_S, EnvPool
-from paw.rollouts.episode import EnvHandle, Episode, Model, find_agent
+from paw.rollouts.episode import Agent, EnvHandle, Episode, Model, find_agent, find_own_agents
 from paw.rollouts.garbage import rarer_collections
 from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.loop import EpisodeLoop
-from paw.rollouts.rewards import load_rewards
+from paw.rollouts.rewards import Reward, load_own_rewards, load_rewards
 from paw.rollouts.summaries import share_summaries
 from paw.rollouts.text.chat import ContextFull
 from paw.rollouts.turns import turns_problem
@@ -80,7 +80,7 @@ class PlayState:
 
 
 class Rollouts:
-    """Plays episodes with `agent`, by default that of agent.type.
+    """Plays episodes with `agent`, by default that of agent.type, or of the environment's own.
 
     Environments are kept for later episodes, those of each factory in a pool. `engine` and `chat`
     are the model's. They are None if `run_episodes` gets a `make_model` instead.
@@ -106,6 +106,8 @@ class Rollouts:
         self.config = config
         self.ranks = ranks
         self.agent = agent or find_agent(config)
+        self._own_agents = {} if agent else find_own_agents(config)
+        """The agents of environments that name one of their own, by label."""
         self.loop = EpisodeLoop()
         closing = threading.Lock()
         self.pools: dict[str, EnvPool] = {}
@@ -115,6 +117,8 @@ class Rollouts:
         self.loop.set_default_executor(Daemons())
         self._request_keys = itertools.count()
         self._rewards = load_rewards(config)
+        self._own_rewards = load_own_rewards(config)
+        """The rewards of environments that name their own, by label."""
         self._judges = Threads(config.env.threads, config.env.step_timeout_s)
         self._patient_judges = Threads(config.env.threads)
         """For rewards that limit their own time."""
@@ -356,20 +360,25 @@ class Rollouts:
     ) -> None:
         """Play the episodes to their ends, `at_once` of them in parallel (0: all).
 
-        There are never more in parallel than the agent's own `at_once`, if it has that attribute.
+        Of an agent that has the attribute `at_once`, there are never more in parallel than that.
         If given, `make_model` makes the model of an episode, instead of the engine's. `on_end` is
         called with each episode as it ends. Any error of an environment or an agent fails only its
         episode. KeyboardInterrupt, UserError, and any error of the engine or `on_end` end the play.
         """
         self._state = PlayState(unfinished=len(episodes))
         at_once = at_once or len(episodes) or 1
-        at_once = min(at_once, getattr(self.agent, "at_once", at_once))
         slots = asyncio.Semaphore(at_once)
+        agents = [self.agent, *self._own_agents.values()]
+        agent_slots = {
+            id(agent): asyncio.Semaphore(getattr(agent, "at_once", at_once)) for agent in agents
+        }
         make_model = make_model or self._make_engine_model
 
         tasks: list[asyncio.Task[None]] = []
         for episode in episodes:
-            coroutine = self._run_in_slot(episode, make_model, slots, on_end)
+            agent = self._agent_of(episode)
+            both_slots = (agent_slots[id(agent)], slots)
+            coroutine = self._run_in_slots(episode, make_model, both_slots, on_end)
             tasks.append(self.loop.create_task(coroutine))
         driver = self.loop.create_task(self._drive())
         try:
@@ -382,20 +391,23 @@ class Rollouts:
     def _make_engine_model(self, env: EnvHandle) -> Model:
         return EngineModel(env, self)
 
-    async def _run_in_slot(
+    def _agent_of(self, episode: Episode) -> Agent:
+        return self._own_agents.get(episode.trajectory.task.env, self.agent)
+
+    async def _run_in_slots(
         self,
         episode: Episode,
         make_model: Callable[[EnvHandle], Model],
-        slots: asyncio.Semaphore,
+        slots: tuple[asyncio.Semaphore, asyncio.Semaphore],
         on_end: Callable[[Episode], None] | None,
     ) -> None:
-        """Play an episode when a slot is free for it.
+        """Play an episode when a slot is free for it: of its agent first, then of all.
 
         An error that is not the episode's own failure ends the play.
         """
         state = self._state
         try:
-            async with slots:
+            async with slots[0], slots[1]:
                 self.loop.enter(episode.trajectory)
                 state.live += 1
                 await self._run_episode(episode, make_model)
@@ -562,7 +574,7 @@ class Rollouts:
         model = make_model(env)
         try:
             async with env.patience.limit():
-                await self.agent(env, model)
+                await self._agent_of(episode)(env, model)
         except ContextFull:
             episode.context_full = True
             episode.stats.context_full = 1
@@ -570,8 +582,9 @@ class Rollouts:
 
         if _lacks_turns(episode):
             raise RuntimeError("the agent ended without a call of the model")
-        if self._rewards and trajectory.turns and trajectory.failure is None:
-            await self._judge(episode)
+        rewards = self._own_rewards.get(trajectory.task.env, self._rewards)
+        if rewards and trajectory.turns and trajectory.failure is None:
+            await self._judge(episode, rewards)
         if _lacks_turns(episode):
             raise RuntimeError("its turns were taken away")
         problem = turns_problem(trajectory.turns, with_tokens=isinstance(model, EngineModel))
@@ -586,15 +599,15 @@ class Rollouts:
     def _processes_lost(self) -> int:
         return getattr(self.factory, "processes_lost", 0)
 
-    async def _judge(self, episode: Episode) -> None:
-        """Give the last turn the rewards of the recipe instead of the environment's own.
+    async def _judge(self, episode: Episode, rewards: Sequence[Reward]) -> None:
+        """Give the last turn these rewards of the recipe instead of the environment's own.
 
         The other turns get 0.
         """
         trajectory = episode.trajectory
         values: dict[str, float] = {}
         try:
-            for reward in self._rewards:
+            for reward in rewards:
                 threads = self._patient_judges if reward.limits_itself else self._judges
                 values[reward.label] = await threads.run(reward.value, trajectory)
         except OURS:
@@ -603,9 +616,9 @@ class Rollouts:
             episode.stats.rewards_failed = 1
             raise
 
-        total = sum(reward.weight * values[reward.label] for reward in self._rewards)
-        if self.config.rewards:
-            trajectory.rewards = values
+        total = sum(reward.weight * values[reward.label] for reward in rewards)
+        # A single one has no label, and the episode's return says it.
+        trajectory.rewards = {label: value for label, value in values.items() if label}
         for turn in trajectory.turns:
             is_last = turn is trajectory.turns[-1]
             turn.outcome = replace(turn.outcome, reward=total if is_last else 0.0)

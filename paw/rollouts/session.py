@@ -31,6 +31,9 @@ from paw.rollouts.episode import EnvHandle, Model, Response
 from paw.rollouts.text.chat import ContextFull
 from paw.types import Reply, Turn
 
+LARGE = 100_000
+"""Characters above which the tools of a request are not kept for the next one."""
+
 
 class Notes:
     """Says each thing once."""
@@ -91,9 +94,10 @@ class Session:
         """Answer a request with what the model writes. Raises RequestError to refuse it."""
         request = parse_request(incoming.body)
         try:
-            tools = _checked_tools(json.dumps(request.tools))
+            tools = _tools_of(request)
         except ValueError as error:
             raise RequestError(clean(error), param="tools") from None
+        self._check_fits(request)
         self._report_ignored(request)
         async with self._answering:
             self._check_may_go_on()
@@ -119,6 +123,21 @@ class Session:
     @property
     def turns(self) -> list[Turn]:
         return self._env.episode.trajectory.turns
+
+    def _check_fits(self, request: ChatRequest) -> None:
+        """Refuse texts that are too long for any prompt, before seconds are spent on their tokens.
+
+        All episodes would wait for that.
+        """
+        limit = self._env.config.max_text
+        if sum(len(message["content"]) for message in request.messages) > limit:
+            self.is_context_full = True
+            raise RequestError(
+                "this is more than the model's maximum context length "
+                f"(env.max_text = {limit} characters)",
+                param="messages",
+                code="context_length_exceeded",
+            )
 
     def _check_may_go_on(self) -> None:
         if self.failed.done():
@@ -220,11 +239,18 @@ class Session:
             )
 
 
+def _tools_of(request: ChatRequest) -> list[Tool]:
+    """Return the tools of a request. Raises ValueError if they are malformed."""
+    if not request.tools:
+        return []
+    text = json.dumps(request.tools)
+    return _known_tools(text) if len(text) <= LARGE else checked_tools(request.tools)
+
+
 @lru_cache(256)
-def _checked_tools(text: str) -> list[Tool]:
-    """Check the tools of a request, given as JSON. Raises ValueError if they are malformed."""
-    tools = json.loads(text)
-    return checked_tools(tools) if tools else []
+def _known_tools(text: str) -> list[Tool]:
+    """Check tools, given as JSON: those of an agent are the same in each of its requests."""
+    return checked_tools(json.loads(text))
 
 
 def _observe(answered: AnsweredRequest, added: list[Message]) -> None:

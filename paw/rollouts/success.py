@@ -60,8 +60,11 @@ def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> d
     if scores:
         metrics["score"] = sum(scores) / len(scores)
 
-    for label in summaries[0].rewards:
-        values = [summary.rewards[label] for summary in summaries]
+    values_by_reward: dict[str, list[float]] = defaultdict(list)
+    for summary in summaries:
+        for label, value in summary.rewards.items():
+            values_by_reward[label].append(value)
+    for label, values in values_by_reward.items():
         metrics[f"rewards_{label}"] = sum(values) / len(values)
 
     wins_by_kind: dict[str, list[bool]] = defaultdict(list)
@@ -84,17 +87,21 @@ def groups_by_environment(groups: Sequence[Group]) -> dict[str, list[Group]]:
 def _metrics_by_environment(
     groups: Sequence[Group], failed: Sequence[Trajectory]
 ) -> dict[str, float]:
-    """Return the interval of success and the mean return of each of several environments."""
+    """Return the interval of success and the mean return of each of several environments.
+
+    An environment whose episodes have all failed has an interval, but no return.
+    """
     metrics: dict[str, float] = {}
-    for label, own_groups in groups_by_environment(groups).items():
+    groups_by_label = groups_by_environment(groups)
+    failed_labels = [episode.task.env for episode in failed if episode.task.env]
+    for label in sorted({*groups_by_label, *failed_labels}):
+        own_groups = groups_by_label.get(label, [])
         episodes = [episode for group in own_groups for episode in group.trajectories]
-        lost = sum(episode.task.env == label for episode in failed)
-        if not episodes:
-            continue
-        games = len(episodes) + lost
+        games = len(episodes) + failed_labels.count(label)
         wins = sum(episode.won for episode in episodes)
         metrics[f"ci_low_{label}"], metrics[f"ci_high_{label}"] = wilson(wins, games)
-        metrics[f"return_{label}"] = sum(e.episode_return for e in episodes) / len(episodes)
+        if episodes:
+            metrics[f"return_{label}"] = sum(e.episode_return for e in episodes) / len(episodes)
     return metrics
 
 

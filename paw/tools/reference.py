@@ -65,9 +65,10 @@ def explain(config: Config) -> str:
 def _entry_lines(kind: type[Entry], table: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of one table of a list."""
     for key, field in kind.keys_of(table).items():
-        if key in table:
+        value = get(table, key)
+        if value is not None:
             yield f"# {meaning(field)}"
-            yield f"{key} = {_inline(table[key])}"
+            yield f"{key} = {_inline(value)}"
 
 
 def _inline(value: Any) -> str:
@@ -157,6 +158,8 @@ def _takes(kind: Any) -> Iterator[str]:
             yield f"`{_toml(value)}`"
     elif get_origin(kind) in (list, tuple, dict):
         yield "table" if get_origin(kind) is dict else "list"
+    elif isinstance(kind, type) and issubclass(kind, Section):
+        yield "table"
     elif hasattr(kind, "__metadata__"):  # Annotated
         yield from _takes(get_args(kind)[0])
     elif get_args(kind):  # a union

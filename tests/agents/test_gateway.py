@@ -3,10 +3,12 @@
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from paw.config.sections import Config
 from paw.envs import make_factory
 from paw.envs.tools import checked_tools
 from paw.errors import UserError
+from paw.gateway import server
 from paw.gateway.messages import RequestError, parse_request
 from paw.gateway.server import Gateway
 from paw.processes.program import run_program
@@ -34,6 +37,7 @@ from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.session import Notes, Session
 from paw.rollouts.text.chat import Chat
 from paw.tools.evaluate.recorded import read_episodes
+from paw.tools.play import serve_gateway
 from paw.tools.play.serve_gateway import Recorder, SessionsFactory
 from paw.types import Reply, Task, ToolCall, Trajectory
 
@@ -187,7 +191,7 @@ def tool_result(message, index, text):
 def test_limits_of_a_request_and_of_an_episode(config):
     """max_tokens holds. A full context and used-up turns are errors in OpenAI's format."""
     rollout = {"max_response_tokens": 6, "max_prompt_tokens": 120}
-    limited = config(env={"max_turns": 4}, rollout=rollout)
+    limited = config(env={"max_turns": 4, "max_text": 3000}, rollout=rollout)
 
     async def agent(client, env):
         ask = partial(client.chat.completions.create, model="any")
@@ -201,6 +205,9 @@ def test_limits_of_a_request_and_of_an_episode(config):
 
         with pytest.raises(openai.BadRequestError) as refused:
             await ask(messages=[{"role": "user", "content": "long " * 200}])
+        assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match=r"env\.max_text = 3000") as refused:
+            await ask(messages=[QUESTION, {"role": "user", "content": "x" * 3000}])
         assert refused.value.code == "context_length_exceeded"
         await ask(messages=[QUESTION])
         with pytest.raises(openai.BadRequestError, match=r"env\.max_turns = 4") as refused:
@@ -233,6 +240,29 @@ def test_an_answer_that_nobody_reads_is_no_turn(config):
     chat = make_chat()
     engine = Held(chat, lambda prompt: "yes")
     (trajectory,) = play(config(), agent, None, chat=chat, engine=engine)
+    assert len(trajectory.turns) == 1
+
+
+def test_a_hostile_request_is_answered_and_the_next_one_is_served(config, monkeypatch):
+    monkeypatch.setattr(server, "MAX_BYTES", 50_000)
+
+    async def agent(client, env):
+        url = f"{client.base_url}chat/completions"
+
+        async def status(content, to=url):
+            answer = await client._client.post(to, content=content)
+            assert "\n" not in answer.json()["error"]["message"]
+            return answer.status_code
+
+        assert await status("[" * 40_000) == 400
+        assert await status(b"\xff\x00") == 400
+        assert await status(json.dumps({"messages": ["x" * 60_000]})) == 413
+        assert await status("{}", url.replace("paw-", "paw-0")) == 404, "a forged session"
+        assert await status(json.dumps({"messages": [{"role": ["user"]}]})) >= 400
+        body = {"messages": [QUESTION], "stream": True, "stream_options": "yes"}
+        assert (await client._client.post(url, json=body)).status_code == 200
+
+    (trajectory,) = play(config(), agent, lambda prompt: "fine")
     assert len(trajectory.turns) == 1
 
 
@@ -465,8 +495,9 @@ def test_an_unchanged_agent_trains(tiny_llm, says_only, paw_here, read_metrics, 
     assert metrics["optim/grad_norm"] > 0
 
 
-def test_sessions_are_recorded_by_hand(config, tmp_path):
+def test_sessions_are_recorded_by_hand(config, tmp_path, monkeypatch):
     """`paw serve gateway`: any name is a session, a POST ends it, and its turns can be read back."""
+    monkeypatch.setattr(serve_gateway, "MAX_OPEN", 2)
     out = tmp_path / "sessions.jsonl"
     settings = config()
     rollouts = Rollouts(SessionsFactory(), Scripted(QWEN3, lambda prompt: "yes"), QWEN3, settings)
@@ -485,6 +516,11 @@ def test_sessions_are_recorded_by_hand(config, tmp_path):
             await ask(by_path)
             await ask(by_key)
             await ask(by_path)
+            for number in range(5):  # only a request to the model opens a session
+                await by_path.get(f"{url}/other{number}/v1/models", cast_to=object)
+            async with client(f"{url}/wednesday/v1") as third:
+                with pytest.raises(openai.RateLimitError, match="2 sessions are open"):
+                    await ask(third)
             assert await post("monday/reward", reward=1) == {"session": "monday", "turns": 2}
             await ask(by_path)  # another session of that name
             for path, body, problem in (
@@ -500,7 +536,7 @@ def test_sessions_are_recorded_by_hand(config, tmp_path):
                 await by_path.responses.create(model="any", input="x")
 
     with out.open("w") as file, socket.create_server(("127.0.0.1", 0)) as listener:
-        recorder = Recorder(settings, lambda env: EngineModel(env, rollouts), file)
+        recorder = Recorder(settings, lambda env: EngineModel(env, rollouts), "mine", file)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
         async def serve_and_use(env, model):
@@ -531,6 +567,51 @@ def test_sessions_are_recorded_by_hand(config, tmp_path):
         ("monday", 1): (1, 0.0, False),
         ("tuesday", 0): (1, 0.0, False),
     }
+
+
+def test_serve_gateway_answers_until_ctrl_c_and_keeps_open_sessions(tiny_llm, paw_here, tmp_path):
+    """With the recipe own-agent, which names no program: whoever asks is the agent."""
+    model = tiny_llm(tmp_path / "model")
+    out = tmp_path / "sessions.jsonl"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    serving = threading.Event()
+    contents = []
+
+    def ask():
+        url = f"http://127.0.0.1:{port}/monday/v1"
+        try:
+            wait_until(lambda: _listens(port))
+            with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
+                answer = client.chat.completions.create(model="any", messages=[QUESTION])
+                contents.append(answer.choices[0].message.content)
+                assert [listed.id for listed in client.models.list()] == [str(model)]
+                with pytest.raises(openai.InternalServerError, match="does not support tools"):
+                    client.chat.completions.create(model="any", messages=[QUESTION], tools=[ADD])
+        finally:
+            if serving.is_set():
+                os.kill(os.getpid(), signal.SIGINT)
+
+    settings = {
+        "engine.type": "transformers", "model.dtype": "float32", "run.threads": 1,
+        "rollout.max_prompt_tokens": 500, "rollout.max_response_tokens": 3,
+    }  # fmt: skip
+    serving.set()
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    done = paw_here("serve", "gateway", model, settings, "--port", port, "--out", out)
+    serving.clear()
+    thread.join()
+    assert f"http://127.0.0.1:{port}/NAME/v1: sessions go to {out}" in done.stderr
+    (group,) = read_episodes(out)
+    assert [turn.response for turn in group.trajectories[0].turns] == contents
+
+
+def _listens(port):
+    with suppress(OSError):
+        socket.create_connection(("127.0.0.1", port)).close()
+        return True
+    return False
 
 
 def test_what_serve_gateway_needs_is_one_line(paw_here, tmp_path):

@@ -108,6 +108,12 @@ def test_a_mistake_in_a_reward_is_one_line(table, message, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_a_judge_named_on_the_command_line_is_not_the_recipes_mistake(paw_here):
+    words = ("train", "miniature", "--reward.type", "judge", "--dry-run")
+    error = paw_here(*words, code=2).stderr
+    assert "command line: reward = {'type': 'judge'}: the judge needs a rubric" in error
+
+
 def test_a_judge_without_a_server_or_a_rubric_is_named(server, tmp_path):
     with pytest.raises(UserError, match="no answer"):
         make_judge(server, url="http://127.0.0.1:9")

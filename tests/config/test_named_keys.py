@@ -21,6 +21,7 @@ OTHER = {
     "env.simulator", "model.chat_template_kwargs.enable_thinking",
     "run.json", "run.py", "model.safetensors", "rewards.py",
     "envs.household.share", "rewards.brief.weight",  # keys of entries, by label
+    "envs.agent", "envs.rewards", "envs.household.agent.type", "envs.tools.rewards.judge.weight",
 }  # fmt: skip
 
 

@@ -416,6 +416,26 @@ def test_folders_of_all_three_formats_are_played_and_checked(data):
 
 
 @needs_bubblewrap
+@pytest.mark.parametrize(
+    "end", ["sleep 1e9 & wait", "(setsid yes &) ; head -c 100M /dev/zero > big"]
+)
+def test_a_check_that_has_to_be_stopped_is_no_success(data, end):
+    """Also if it has written a reward before."""
+    path = data / "harbor" / "tests" / "test.sh"
+    path.write_text(f"echo 1 > /logs/verifier/reward.txt\n{end}")
+    config = data / "harbor" / "task.toml"
+    config.write_text("[verifier]\ntimeout_sec = 0.5")
+    factory = load_data(data)
+    with read_tasks(factory, "train", 0) as train, read_tasks(factory, "test", 0) as held_out:
+        tasks = {task.id: task for task in [*train, *held_out]}
+    environment = factory.make()
+    environment.reset(tasks["harbor"])
+    outcome = environment.step("<action>exit</action>")
+    assert (outcome.done, outcome.won, outcome.score) == (True, False, 0.0)
+    environment.close()
+
+
+@needs_bubblewrap
 def test_a_container_of_the_users_is_one_sandbox_from_start_to_check(data, monkeypatch):
     monkeypatch.delenv("LD_PRELOAD", raising=False)  # vLLM sets it in its own process
     factory = load_data(data, container=OTHER_USERS_CONTAINER)

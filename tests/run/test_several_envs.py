@@ -13,18 +13,21 @@ import paw
 from paw.algo.world_model import select
 from paw.config import plugins
 from paw.config.recipe import as_tree, dump, load
-from paw.config.sections import Config
+from paw.config.sections import AgentConfig, Config
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks, further_tasks, train_tasks
 from paw.envs.curriculum import Curriculum
 from paw.envs.shares import TaskShares
 from paw.errors import OthersCodeError, UserError
+from paw.rollouts.episode import find_agent, find_own_agents
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import success_metrics
 from paw.rundir.resume import changes
+from paw.tools.evaluate.played import load_played
+from paw.tools.reference import explain
 from paw.tools.warmup import quickstart
 from paw.tools.warmup.expert_play import demonstrations
-from paw.types import Sample
+from paw.types import Sample, Task
 
 HOUSE = {"name": "alfworld", "difficulty": "tiny", "style": "compact", "history": 3}
 PICK = {**HOUSE, "label": "pick", "kinds": ["pick"], "max_turns": 5, "reward": 1.0}
@@ -108,6 +111,23 @@ def test_a_saved_position_goes_on_with_the_same_tasks():
         ([{"name": "alfworl"}], "there is no 'alfworl': did you mean 'alfworld'?"),
         ([{**PICK, "label": "a.b"}], "give it a label of at most 40 letters"),
         ([{**PICK, "label": "all"}], "which is not 'all' or 'mean'"),
+        ([{**PICK, "label": "low_pick"}], "does not begin with the word low or high"),
+        (
+            [{**PICK, "agent": "react"}],
+            "envs.pick.agent = 'react': it must be a table, [envs.agent]",
+        ),
+        (
+            [{**PICK, "agent": {"type": "reac"}}],
+            "envs.pick.agent.type = 'reac': there is no 'reac'",
+        ),
+        ([{**PICK, "agent": {"trials": 3}}], "envs.pick.agent.type = 'reflexion' has it"),
+        ([{**PICK, "agent": {"typ": "react"}}], "did you mean 'envs.pick.agent.type'?"),
+        ([{**PICK, "rewards": "env"}], "envs.pick.rewards = 'env': it must be tables"),
+        ([{**PICK, "rewards": [{"type": "judge"}]}], "envs.pick.rewards.judge = "),
+        (
+            [{**PICK, "rewards": [{"type": "env", "wait": 1}]}],
+            "mean 'envs.pick.rewards.env.weight'?",
+        ),
         ([3], "it must be a table, [[envs]]"),
         ("alfworld", "it must be tables, [[envs]]"),
     ],
@@ -133,12 +153,55 @@ def test_the_command_line_changes_a_key_of_one_entry():
         "envs.loook.share": "names no entry of the recipe: its [[envs]] are pick, look",
         "envs.look.shar": "command line: unknown key 'envs.look.shar'",
         "env.max_turns": "command line: 'env.max_turns' is a key of [env], and the recipe has",
+        "envs.look.agent.tries": "command line: unknown key 'envs.look.agent.tries'",
+        "envs.look.rewards.env.weight": "it has no [[envs.rewards]]",
     }.items():
         with pytest.raises(UserError) as error:
             load(configure(), {key: "2"})
         assert message in str(error.value)
     with pytest.raises(UserError, match=r"it has no \[\[envs\]\]"):
         load("quickstart", {"envs.look.share": "2"})
+
+
+def test_an_entry_has_an_agent_and_rewards_of_its_own(tmp_path):
+    pick = {**PICK, "agent": {"type": "react"}, "rewards": [{"type": "env", "weight": 2.0}]}
+    config = configure(pick, LOOK)
+    assert {label: agent.type for label, agent in config.own_agents.items()} == {"pick": "react"}
+    assert config.reward_types("pick") == config.reward_types("look") == ["env"]
+
+    (tmp_path / "config.toml").write_text(dump(config))
+    again = load(tmp_path / "config.toml")
+    assert as_tree(again) == as_tree(config)
+    assert again.envs == config.envs
+    assert 'agent.type = "react"' in explain(config)
+    overrides = {
+        "envs.pick.agent.type": "reflexion",
+        "envs.pick.agent.trials": "5",
+        "envs.pick.rewards.env.weight": "0.5",
+        "envs.look.agent.type": "react",
+    }
+    changed = load(again, overrides)
+    assert changed.own_agents["pick"].trials == 5
+    assert changes(tmp_path, config) == []
+    assert [line for line in changes(tmp_path, changed) if "memory" not in line] == [
+        "changed: envs.look.agent.type none -> 'react'",
+        "changed: envs.pick.agent.trials none -> 5",
+        "changed: envs.pick.agent.type 'react' -> 'reflexion'",
+        "changed: envs.pick.rewards.env.weight 2.0 -> 0.5",
+    ]
+
+    single = load_played(tmp_path / "config.toml", {"env.name": "pick"})
+    assert (single.agent.type, single.rewards[0].weight) == ("react", 2.0)
+    assert load_played(tmp_path / "config.toml", {"env.name": "look"}).agent.type == "plain"
+
+    quiz = {"name": "search", "label": "quiz", "agent": {"type": "search-r1"}}
+    find_own_agents(configure(quiz, PICK))
+    with pytest.raises(UserError, match=r"envs\.pick\.agent\.type = 'search-r1' answers questions"):
+        find_own_agents(configure(quiz, {**PICK, "agent": {"type": "search-r1"}}))
+    with pytest.raises(
+        UserError, match=r"^agent\.type = 'search-r1' .* not 'alfworld' \(envs\.pick"
+    ):
+        find_agent(configure(quiz, PICK, agent={"type": "search-r1"}))
 
 
 def test_a_recipe_with_several_is_written_and_read_again(tmp_path):
@@ -225,6 +288,97 @@ def test_groups_keep_to_their_environment_and_its_limits(model):
     assert metrics["success_pick/pick"] == metrics["success_pick"]
 
 
+class Broken:
+    """Never begins an episode."""
+
+    tasks = [Task(f"broken {n}") for n in range(20)]
+
+    def reset(self, task):
+        raise RuntimeError("out of order")
+
+    def context(self):
+        return ""
+
+    def step(self, response):
+        raise NotImplementedError
+
+
+def test_an_environment_that_always_breaks_costs_its_own_groups(model):
+    broken = {"name": plugins.give(Broken), "label": "broken", "reward": 1.0}
+    config = configure(PICK, broken)
+    rollouts = Rollouts(make_factory(config), make_engine(model), make_chat(), config)
+    groups, stats = rollouts.training(0, 4)
+    rollouts.close()
+    assert labels_of(group.task for group in groups) == ["pick"] * 2
+    assert len(stats.failed) == 4
+    assert {trajectory.task.env for trajectory in stats.failed} == {"broken"}
+    assert all("out of order" in failure for failure in stats.failures)
+    metrics = success_metrics(groups, stats.failed)
+    assert metrics["success_broken"] == metrics["ci_low_broken"] == 0.0
+    assert "return_broken" not in metrics
+
+
+class Twice:
+    """Asks the model twice in each turn, in one episode at a time."""
+
+    class Config(AgentConfig):
+        """No settings."""
+
+    at_once = 1
+    playing = 0
+
+    def __init__(self, config):
+        pass
+
+    async def __call__(self, env, model):
+        assert self.playing == 0
+        self.playing += 1
+        await env.reset()
+        while not env.done:
+            await model.generate("what?")
+            await env.step(await model.generate(env.context()))
+        self.playing -= 1
+
+
+def calls(trajectory, *, each: float = 0.5) -> float:
+    return each * len(trajectory.turns)
+
+
+def test_each_environment_is_played_by_its_agent_and_gets_its_rewards(model):
+    own_rewards = [{"type": "env"}, {"type": plugins.give(calls), "label": "calls", "each": 2.0}]
+    config = configure(
+        {**PICK, "agent": {"type": plugins.give(Twice)}},
+        {**LOOK, "rewards": own_rewards},
+        reward={"type": plugins.give(calls)},
+    )
+
+    def play(ranks=None):
+        rollouts = Rollouts(make_factory(config), make_engine(model), make_chat(), config, ranks)
+        groups, stats = rollouts.training(0, 4)
+        rollouts.close()
+        assert stats.failures == []
+        return groups
+
+    groups = play()
+    for group in groups:
+        for trajectory in group.trajectories:
+            turns = len(trajectory.turns)
+            if group.task.env == "pick":
+                assert [turn.prompt for turn in trajectory.turns[::2]] == ["what?"] * (turns // 2)
+                assert trajectory.episode_return == 0.5 * turns, "the run's reward"
+                assert trajectory.rewards == {}
+            else:
+                assert "what?" not in {turn.prompt for turn in trajectory.turns}
+                won = 4.0 * trajectory.won
+                assert trajectory.rewards == {"look/env": won, "look/calls": 2.0 * turns}
+                assert trajectory.episode_return == won + 2.0 * turns
+    metrics = success_metrics(groups)
+    means = {key: value for key, value in metrics.items() if key.startswith("rewards_")}
+    assert means.keys() == {"rewards_look/env", "rewards_look/calls"}
+    for ranks_groups in on_all(make_ranks(2), play):
+        assert {key: success_metrics(ranks_groups)[key] for key in means} == means
+
+
 def test_ranks_play_the_groups_of_one(model):
     config = configure()
 
@@ -277,7 +431,14 @@ def test_a_run_with_a_curriculum_resumes_bit_for_bit(start, tmp_path, monkeypatc
             policy={"kl_coef": 0.0},
             eval={"games": 2, "every": 2, "temperature": 1.0},
         )
-        config = load(config, {"rollout.curriculum": harder})
+        config = load(
+            config,
+            {
+                "rollout.curriculum": harder,
+                "envs.pick.agent.type": Twice,
+                "envs.look.rewards": [{"type": "env"}, {"type": calls, "label": "calls"}],
+            },
+        )
         run = paw.train(config, resume=resume).parent
         lines = []
         for line in read_jsonl(run / "metrics.jsonl"):
@@ -293,6 +454,7 @@ def test_a_run_with_a_curriculum_resumes_bit_for_bit(start, tmp_path, monkeypatc
 
     played = [(line["groups/pick"], line["groups/look"]) for line in lines[1:]]
     assert played == [(2, 1), (2, 1), (1, 2), (1, 2)]  # shares 1:1, then 2:1, 1:1 and 2:3
+    assert all("rewards/look/calls" in line for line in lines[1:])
     for line in (lines[0], lines[2], lines[4]):
         assert line["eval/games"] == 4
         wins = 2 * line["eval/success_pick"] + 2 * line["eval/success_look"]

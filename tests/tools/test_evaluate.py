@@ -2,10 +2,13 @@
 
 import itertools
 import statistics
+from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
 from paw.config.sections import EndpointConfig
+from paw.errors import UserError
 from paw.rollouts.attempts import (
     Game,
     attempt_lines,
@@ -19,6 +22,7 @@ from paw.rollouts.attempts import (
     sizes,
 )
 from paw.rollouts.success import kinds, success_metrics, wilson
+from paw.tools.evaluate import evaluate
 from paw.tools.evaluate.results import kind_lines, kind_rows, summarise, table
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
@@ -118,6 +122,42 @@ def test_failed_attempts_count_as_attempts_without_success():
     assert evaluation_metrics([], failed, attempts=2)["pass_at_2"] == 0.0
 
 
+def test_several_environments_have_pass_at_k_and_intervals_of_their_own():
+    """Attempts at a game are not independent, so the intervals are over games there too."""
+    tasks = [Task(str(n), "pick").in_env("house") for n in range(3)]
+    quiz, lost = (Task(name, "nq").in_env("quiz") for name in ("0", "1"))
+    groups = []
+    for index, task in enumerate(tasks):
+        members = [make_episode(task, won=won) for won in (index > 0, index > 1)]
+        groups.append(Group(task, members, index))
+    answers = [make_episode(quiz, won=won) for won in (True, False)]
+    for episode in answers:
+        last = episode.turns[-1]
+        last.outcome = replace(last.outcome, score=0.25)
+    groups.append(Group(quiz, answers, 3))
+    failed = [Trajectory(lost, member, failure="boom") for member in range(2)]
+
+    metrics = evaluation_metrics(groups, failed, attempts=2)
+    assert metrics["success_house"] == metrics["pass_at_1_house"] == 0.5
+    assert (metrics["ci_low_house"], metrics["ci_high_house"]) == share_interval([0.0, 0.5, 1.0])
+    assert metrics["pass_at_2_house"] == pytest.approx(2 / 3)
+    assert (metrics["pass_at_2_low_house"], metrics["pass_at_2_high_house"]) == wilson(2, 3)
+    assert metrics["pass_at_2_quiz"] == 0.5
+    assert metrics["best_at_2_house"] == pytest.approx(20 / 3), "its own returns: it has no score"
+    assert metrics["best_at_2_quiz"] == 0.125
+    assert shares_by_kind(groups, failed, attempts=2)[-2:] == [("quiz/nq", 0.0), ("quiz", 0.0)]
+
+    lines = attempt_lines(metrics | {"envs": ["house", "quiz"]})
+    low, high = wilson(2, 3)
+    assert lines[2] == "  house:"
+    assert lines[4].startswith(
+        f"    pass@2     66.7% ({low:.1%} to {high:.1%})   best of 2    6.667"
+    )
+
+    only_lost = success_metrics([], failed) | success_metrics(groups[:1], failed)
+    assert (only_lost["ci_low_quiz"], only_lost["ci_high_quiz"]) == wilson(0, 2)
+
+
 def test_larger_k_takes_only_games_with_as_many_attempts():
     games = [Game("a", 4, 1, (1.0, 0.0, 0.0, 0.0)), Game("a", 1, 1, (1.0,))]
     metrics = attempt_metrics(games)
@@ -206,3 +246,29 @@ def test_attempts_of_an_agent_are_counted_by_game():
     assert summary["pass_at_2"] == 1.0, "the second game has one attempt so far"
     assert summary["best_at_1"] == pytest.approx((0.6 + 0.0) / 2)
     assert "pass@2    100.0%" in table(summary)
+
+    lines = [
+        episode_line("toys/a", True, score=1.0) | {"place": 0},
+        episode_line("toys/a", False, score=0.5) | {"place": 1},
+        episode_line("house/b", False) | {"place": 2, "return": 3.0},
+    ]
+    about["envs"] = [{"label": "toys"}, {"label": "house"}]
+    summary = summarise(lines, about, EndpointConfig(), 9.0)
+    assert summary["score"] == 0.75, "of the environment that has scores"
+    assert (summary["pass_at_2_toys"], summary["best_at_1_house"]) == (1.0, 3.0)
+    assert "\ntoys:\npass@1     50.0%" in table(summary)
+
+
+def test_a_folder_without_episodes_takes_other_settings(tmp_path):
+    """An evaluation may fail before it plays any, because of the very setting that is changed."""
+
+    def begin(value):
+        with ExitStack() as stack:
+            evaluate._open(stack, tmp_path, {"eval.games": 2, "eval.seed": value})
+
+    begin(1)
+    begin(2)
+    (tmp_path / "episodes.jsonl").write_text("{}\n")
+    begin(2)
+    with pytest.raises(UserError, match=r"holds an evaluation with eval\.seed = 2, not 3"):
+        begin(3)

@@ -15,6 +15,7 @@ from paw.errors import UserError
 from paw.rollouts.success import wilson
 from paw.tools.report.episodes import EpisodeIndex, embedded
 from paw.tools.report.report import SECTIONS, write_report
+from paw.tools.report.rundir import load_run
 
 KINDS = ["pick", "look", "clean"]
 CONFIG = """
@@ -243,3 +244,15 @@ def test_a_large_run_keeps_episodes_of_all_its_parts(tmp_path):
     assert details.keys() == {row["id"] for row in rows}
     assert (steps[0], steps[-1]) == (1, 300)
     assert max(later - step for step, later in itertools.pairwise(steps)) <= 11
+
+
+def test_each_of_several_environments_has_its_pass_at_k(tmp_path):
+    metrics = {"eval/pass_at_2": 0.5, "eval/pass_at_2_a": 0.25}
+    interval = {"eval/pass_at_2_low_a": 0.1, "eval/pass_at_2_high_a": 0.4}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, **metrics, **interval}) + "\n")
+    (tmp_path / "config.toml").write_text('[[envs]]\nname = "x"\nlabel = "a"\n')
+    run = load_run(tmp_path)
+    assert run.labels == ["a"]
+    assert run.attempts_at(0) == {2: (0.5, (0.5, 0.5))}
+    assert run.attempts_at(0, "a") == {2: (0.25, (0.1, 0.4))}
+    assert "a: pass@k" in write_report(tmp_path).read_text()

@@ -1,12 +1,9 @@
 """`paw view`: the page of runs that go on, served to this machine."""
 
 import json
-import threading
-import urllib.error
-import urllib.request
-from contextlib import contextmanager
 
 import pytest
+from viewing import serving
 
 from paw import cli
 from paw.errors import UserError
@@ -44,31 +41,6 @@ def run(tmp_path):
     (directory / "metrics.jsonl").write_text('{"step": 0}\n')
     (directory / "secret.txt").write_text("a secret")
     return directory
-
-
-@contextmanager
-def serving(root):
-    """Serve `root`. Yields a function of (path, headers) that returns (status, text)."""
-    server = make_server(root)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-
-    def get(path, **headers):
-        url = f"http://127.0.0.1:{server.server_address[1]}{path}"
-        request = urllib.request.Request(url, headers=headers)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(request, timeout=60) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    try:
-        yield get
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def changes(get, generation=0, start=0):

@@ -237,8 +237,10 @@ class TerminalEnv:
         self._shell = self._new_shell(folder, task.workdir, task.variables, image=task.image)
         result = self._run(task.check.command, self._check_seconds(task))
         self._shell.close()
+        if result.stopped:
+            return 0.0
         if not task.check.reward_file:
-            return float(result.status == 0 and not result.stopped)
+            return float(result.status == 0)
         return parse_score(folder.read(task.check.reward_file))
 
     def _check_in_container(self, task: TaskFolder) -> float:

@@ -29,6 +29,8 @@ if grep -q {wrong} {file}; then
 fi
 echo fine
 """
+Words = tuple[str, str]
+"""What a task is about: a word, and what it becomes, or any other."""
 
 
 class GeneratedTask(NamedTuple):
@@ -44,8 +46,8 @@ class GeneratedTask(NamedTuple):
     """The command that does it."""
     file: str
     """The file it is about. "" if that is the question."""
-    words: tuple[str, str]
-    """The words it is about. The second may be any other word."""
+    words: Words
+    """The words it is about."""
 
 
 def generate(split: str, seed: int, i: int, kinds: list[TaskKind]) -> GeneratedTask:
@@ -57,15 +59,16 @@ def generate(split: str, seed: int, i: int, kinds: list[TaskKind]) -> GeneratedT
     rng = random.Random(f"terminal/{split}/{seed}/{i}")
     kind = kinds[i % len(kinds)]
     while True:
-        task = _MAKERS[kind](rng)
+        word, other = rng.sample(WORDS, 2)
+        file = rng.choice(FILES)
+        task = _MAKERS[kind](rng, (word, other), file)
         content = repr((task.instruction, task.files)).encode()
         if int.from_bytes(hashlib.sha256(content).digest()[:4], "big") % 10 in tenths:
             return task
 
 
-def _find(rng: random.Random) -> GeneratedTask:
-    word, other = rng.sample(WORDS, 2)
-    file = rng.choice(FILES)
+def _find(rng: random.Random, words: Words, file: str) -> GeneratedTask:
+    word, _ = words
     lines = {name: _lines(rng, without=word) for name in FILES}
     lines[file][rng.randrange(len(lines[file]))] = word
     files = _files(lines)
@@ -77,18 +80,17 @@ def _find(rng: random.Random) -> GeneratedTask:
         question=f"grep -l {word} *",
         change=f"echo {file} > {ANSWER}",
         file="",
-        words=(word, other),
+        words=words,
     )
 
 
-def _count(rng: random.Random) -> GeneratedTask:
-    word, other = rng.sample(WORDS, 2)
-    file = rng.choice(FILES)
+def _count(rng: random.Random, words: Words, file: str) -> GeneratedTask:
+    word, _ = words
     lines = {name: _lines(rng) for name in FILES}
     count = rng.randint(1, len(lines[file]))
-    words = [word] * count + _lines(rng, without=word)[: len(lines[file]) - count]
-    rng.shuffle(words)
-    lines[file] = words
+    content = [word] * count + _lines(rng, without=word)[: len(lines[file]) - count]
+    rng.shuffle(content)
+    lines[file] = content
     files = _files(lines)
     return GeneratedTask(
         kind="count",
@@ -98,14 +100,15 @@ def _count(rng: random.Random) -> GeneratedTask:
         question=f"grep -c {word} {file}",
         change=f"echo {count} > {ANSWER}",
         file=file,
-        words=(word, other),
+        words=words,
     )
 
 
-def _edit(rng: random.Random) -> GeneratedTask:
-    wrong, right = rng.sample(WORDS, 2)
-    file = rng.choice(FILES)
-    files = _with_word(rng, file, wrong)
+def _edit(rng: random.Random, words: Words, file: str) -> GeneratedTask:
+    wrong, right = words
+    lines = {name: _lines(rng) for name in FILES}
+    lines[file][rng.randrange(len(lines[file]))] = wrong
+    files = _files(lines)
     return GeneratedTask(
         kind="edit",
         instruction=f"change {wrong} to {right} in {file}",
@@ -114,25 +117,22 @@ def _edit(rng: random.Random) -> GeneratedTask:
         question="",
         change=f"sed -i s/{wrong}/{right}/ {file}",
         file=file,
-        words=(wrong, right),
+        words=words,
     )
 
 
-def _fix(rng: random.Random) -> GeneratedTask:
-    wrong, right = rng.sample(WORDS, 2)
-    file = rng.choice(FILES)
-    files = _with_word(rng, file, wrong)
-    wanted = files | {file: files[file].replace(wrong, right)}
+def _fix(rng: random.Random, words: Words, file: str) -> GeneratedTask:
+    """Return a task as `_edit` makes it, but a script has to say what is wrong."""
+    edit = _edit(rng, words, file)
+    wrong, right = words
     script = CHECK_SCRIPT.format(file=file, wrong=wrong, right=right)
-    return GeneratedTask(
+    return edit._replace(
         kind="fix",
         instruction=f"make sh {CHECK} say fine",
-        files=files | {CHECK: script},
-        wanted=wanted | {CHECK: script},
+        files=edit.files | {CHECK: script},
+        wanted=edit.wanted | {CHECK: script},
         question=f"sh {CHECK}",
-        change=f"sed -i s/{wrong}/{right}/ {file}",
         file="",
-        words=(wrong, right),
     )
 
 
@@ -142,13 +142,6 @@ _MAKERS = {"find": _find, "count": _count, "edit": _edit, "fix": _fix}
 def _lines(rng: random.Random, without: str = "") -> list[str]:
     words = [word for word in WORDS if word != without]
     return rng.choices(words, k=rng.randint(*LENGTHS))
-
-
-def _with_word(rng: random.Random, file: str, word: str) -> dict[str, str]:
-    """Draw files of which one surely has the word."""
-    lines = {name: _lines(rng) for name in FILES}
-    lines[file][rng.randrange(len(lines[file]))] = word
-    return _files(lines)
 
 
 def _files(lines: Mapping[str, list[str]]) -> dict[str, str]:

@@ -29,7 +29,7 @@ from paw.envs.base import EnvFactory, check_kind, eval_tasks
 from paw.errors import UserError, masked, to_stderr
 from paw.io.files import json_object, write_file
 from paw.processes import watcher
-from paw.rollouts.episode import Episode, find_agent
+from paw.rollouts.episode import Episode, find_agent, find_own_agents
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import more_context
 from paw.rundir.run_lock import lock
@@ -138,7 +138,8 @@ def _who_plays(
 
 def _play(config: Config, path: str | None, out: str | Path | None) -> Evaluation:
     """Play with the model at `path`, or with the configuration's endpoint if it is None."""
-    if path and config.agent.type == "plain" and out is None:
+    is_plain = config.agent.type == "plain" and not config.own_agents
+    if path and is_plain and out is None:
         return _play_model(config, path)
 
     summary, folder = _play_agent(config, path, out)
@@ -181,9 +182,10 @@ class _Episodes:
 
     def add(self, episode: Episode) -> None:
         """Write an episode that has ended. Raises _GivenUp after GIVE_UP failures in a row."""
+        label = episode.trajectory.task.env
         line = {
             "place": 0,  # the first column; `episode_line` has its value
-            "agent": self.config.agent.type,
+            "agent": self.config.own_agents.get(label, self.config.agent).type,
             "model": self.model,
             "seed": self.config.eval.seed,
         }
@@ -217,7 +219,8 @@ def _play_agent(
             raise UserError("agent.type = 'zerosearch' plays [env], not several [[envs]]")
         env = config.env.model_copy(update={"retriever": "zerosearch"})
         config = config.model_copy(update={"env": env})
-    agent = find_agent(config)
+    find_agent(config)
+    find_own_agents(config)
     model = path or str(config.endpoint.model)
     folder = Path(out or _default_folder(config, model))
     folder = folder.absolute()  # an environment may change the current folder
@@ -243,7 +246,7 @@ def _play_agent(
 
         with _early_end_reported(finished, folder):
             if episodes and endpoint:
-                rollouts = Rollouts(factory, None, None, config, agent=agent)
+                rollouts = Rollouts(factory, None, None, config)
                 stack.enter_context(closing(rollouts))
                 _play_with_endpoint(rollouts, episodes, finished, config, endpoint)
             elif episodes and path:
@@ -421,9 +424,10 @@ def _updates(path: str | None) -> dict[str, Any]:
 def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
     """Make the folder of an evaluation, and lock it until `stack` closes.
 
-    Raises UserError if the folder cannot be written, or holds another evaluation.
+    Raises UserError if the folder cannot be written, or holds episodes of another evaluation.
     """
     path = folder / "settings.json"
+    episodes = folder / "episodes.jsonl"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(lock(folder))
@@ -436,6 +440,9 @@ def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
         raise UserError(
             f"--out {folder}: {path.name} does not belong to an evaluation; name another folder"
         )
+    if not (episodes.is_file() and episodes.stat().st_size):  # it failed before it played any
+        write_file(path, json.dumps(settings, indent=1) + "\n")
+        return
     for key in (*settings, *stored):
         stored_value = stored.get(key)
         value = settings.get(key)

@@ -51,7 +51,8 @@ def load_played(
 def _with_one_env(recipe_values: Flat, label: str) -> Flat:
     """Return the keys of a recipe with one of its [[envs]] as its only environment.
 
-    Raises UserError if it has none with this label.
+    An agent or rewards of its own become those of the recipe. Raises UserError if there is no
+    environment with this label.
     """
     labels = [EnvEntry.label_of(table) for table in recipe_values["envs"]]
     if label not in labels:
@@ -60,6 +61,12 @@ def _with_one_env(recipe_values: Flat, label: str) -> Flat:
             "name one of these"
         )
     table = recipe_values["envs"][labels.index(label)]
-    own_keys = {key: value for key, value in table.items() if key not in EnvEntry.own_keys()}
-    others = {key: value for key, value in recipe_values.items() if key != "envs"}
-    return others | flatten(own_keys, "env.")
+    env = {key: value for key, value in table.items() if key not in EnvEntry.own_keys()}
+    own_parts = {key: table[key] for key in ("agent", "rewards") if key in table}
+    replaced = {"envs", *own_parts}
+    if "rewards" in own_parts:
+        replaced.add("reward")
+    others = {
+        key: value for key, value in recipe_values.items() if key.partition(".")[0] not in replaced
+    }
+    return others | flatten(own_parts) | flatten(env, "env.")

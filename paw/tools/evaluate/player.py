@@ -44,8 +44,8 @@ EPISODES = partial(progress, "episodes")
 def evaluate_model(config: Config, path: str) -> dict[str, Any]:
     """Play `eval.games` held-out games with the model at `path`.
 
-    Returns success with its interval, overall and by kind of task. With several `eval.attempts`,
-    also pass@k and best-of-k.
+    Returns success with its interval, overall, by kind of task and by environment. With several
+    `eval.attempts`, also pass@k and best-of-k.
     """
     with open_player(config, path) as rollouts:
         groups, stats = rollouts.evaluation(EPISODES)
@@ -55,6 +55,8 @@ def evaluate_model(config: Config, path: str) -> dict[str, Any]:
     metrics = evaluation_metrics(groups, stats.failed, attempts=attempts)
     if stats.context_full:
         metrics["context_full"] = stats.context_full
+    if config.envs:
+        metrics["envs"] = list(config.environments)
     return {
         "model": path,
         "source": masked(source),

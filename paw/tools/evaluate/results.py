@@ -8,7 +8,13 @@ from paw.config.sections import EndpointConfig
 from paw.envs.base import kind_name
 from paw.envs.search.data import SETS
 from paw.errors import clean, masked, to_stderr
-from paw.rollouts.attempts import Game, attempt_lines, attempt_metrics, share_interval
+from paw.rollouts.attempts import (
+    Game,
+    attempt_lines,
+    attempt_metrics,
+    metrics_by_environment,
+    share_interval,
+)
 from paw.rollouts.episode import Episode
 
 COLUMNS = {
@@ -76,33 +82,22 @@ def summarise(
     """Return success of the played episodes with its 95 % interval, and what they took.
 
     Success is given overall and by kind of task. With several `eval.attempts`, success is over
-    games, and pass@k and best-of-k are added (`attempt_metrics`). `settings` are those in
-    settings.json. `wall_s` is the time of this run alone. `seconds` in the result is the sum over
-    all episodes, even if they ran at the same time.
+    games, and pass@k and best-of-k are added (`attempt_metrics`), with [[envs]] also of each
+    environment. `settings` are those in settings.json. `wall_s` is the time of this run alone.
+    `seconds` in the result is the sum over all episodes, even if they ran at the same time.
     """
     played = [line for line in lines if line["failure"] is None]
+    labels = [table["label"] for table in settings.get("envs", [])]
     turns = [turn for line in played for turn in line["turns"]]
     summary: dict[str, Any] = {
         "environment": settings["env.name"],
-        "agent": settings["agent.type"],
+        "agent": _agent_names(settings),
         "model": settings["model"],
         "games": settings["games"],
         "temperature": settings["eval.temperature"],
         "episodes": len(played),
     }
-    shares = [(line["kind"], float(line["success"])) for line in played]
-    attempts = settings.get("eval.attempts", 1)
-    if attempts > 1:
-        played_games = _games_of(played, attempts)
-        shares = [(game.kind, game.success) for game in played_games]
-        summary |= _without_games(attempt_metrics(played_games))
-    summary |= success_of([share for _, share in shares])
-    if any(line["score"] is not None for line in played):
-        summary["score"] = sum(line["score"] or 0.0 for line in played) / len(played)
-
-    if "envs" in settings:  # the kinds of several environments begin with their labels
-        shares += [(kind.partition("/")[0], share) for kind, share in shares]
-    summary["kinds"] = kind_rows(shares)
+    summary |= _outcomes(played, labels, attempts=settings.get("eval.attempts", 1))
     summary["steps"] = sum(line["steps"] for line in played) / max(1, len(played))
     summary["valid_actions"] = sum(turn["valid"] for turn in turns) / max(1, len(turns))
     summary["context_full"] = sum(line["context_full"] for line in played)
@@ -115,24 +110,67 @@ def summarise(
     return summary
 
 
-def _games_of(played: Sequence[dict[str, Any]], attempts: int) -> list[Game]:
-    """Return the games of played episodes. The attempts at a game have neighbouring places."""
+def _outcomes(
+    played: Sequence[dict[str, Any]], labels: Sequence[str], *, attempts: int
+) -> dict[str, Any]:
+    """Return success, scores and kinds of played episodes. `labels` are of several environments."""
+    outcomes: dict[str, Any] = {}
+    scored_envs = {_env_of(line, labels) for line in played if line["score"] is not None}
+    shares = [(line["kind"], float(line["success"])) for line in played]
+    if attempts > 1:
+        games = _games_of(played, attempts, labels, scored_envs)
+        shares = [(game.kind, game.success) for game in games]
+        outcomes |= _without_games(attempt_metrics(games)) | metrics_by_environment(games)
+    outcomes |= success_of([share for _, share in shares])
+    if scored_envs:
+        scores = [line["score"] or 0.0 for line in played if _env_of(line, labels) in scored_envs]
+        outcomes["score"] = sum(scores) / len(scores)
+
+    if labels:
+        outcomes["envs"] = list(labels)
+        shares += [(kind.partition("/")[0], share) for kind, share in shares]
+    outcomes["kinds"] = kind_rows(shares)
+    return outcomes
+
+
+def _agent_names(settings: dict[str, Any]) -> str:
+    """Return the type of the agent, or of all that several environments have."""
+    default = settings["agent.type"]
+    tables = settings.get("envs", [{}])
+    names = [table.get("agent", {}).get("type", default) for table in tables]
+    return " + ".join(dict.fromkeys(names))
+
+
+def _env_of(line: dict[str, Any], labels: Sequence[str]) -> str:
+    """Return the label of an episode's environment, with which its kind begins; "" if it is one."""
+    return line["kind"].partition("/")[0] if labels else ""
+
+
+def _games_of(
+    played: Sequence[dict[str, Any]], attempts: int, labels: Sequence[str], scored_envs: set[str]
+) -> list[Game]:
+    """Return the games of played episodes. The attempts at a game have neighbouring places.
+
+    `labels` are those of several environments. The others than `scored_envs` give no scores, so
+    returns stand for them.
+    """
     lines_by_game: dict[int, list[dict[str, Any]]] = {}
     for line in played:
         lines_by_game.setdefault(line["place"] // attempts, []).append(line)
 
-    has_scores = any(line["score"] is not None for line in played)
     games: list[Game] = []
     for lines in lines_by_game.values():
+        env = _env_of(lines[0], labels)
         scores: list[float] = []
         for line in lines:
-            scores.append((line["score"] or 0.0) if has_scores else line["return"])
+            scores.append((line["score"] or 0.0) if env in scored_envs else line["return"])
         games.append(
             Game(
                 kind=lines[0]["kind"],
                 attempts=len(lines),
                 successes=sum(line["success"] for line in lines),
                 scores=tuple(scores),
+                env=env,
             )
         )
     return games

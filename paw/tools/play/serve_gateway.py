@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from paw.agents.endpoint import Endpoint, EndpointModel
 from paw.config.recipe import load
-from paw.config.sections import Config
+from paw.config.sections import AgentConfig, Config, RewardConfig
 from paw.envs.base import EnvFactory, Tasks
 from paw.envs.task_files import TaskEnv
 from paw.errors import UserError, clean, short_repr, to_stderr
@@ -41,6 +41,8 @@ RECIPE = "own-agent"
 """The recipe of a model without one."""
 NAME = re.compile(r"[\w.-]{1,100}")
 """What a session may be called."""
+MAX_OPEN = 10_000
+"""Most sessions that may be open at once: each is kept until it has a reward."""
 
 
 class SessionsFactory(EnvFactory):
@@ -71,13 +73,15 @@ class OpenSession:
 class Recorder:
     """The agent of one endless episode, beside which all sessions are played.
 
-    `make_model` makes the model of a session, and `file` gets the sessions that have ended.
+    `make_model` makes the model of a session, `name` is what the model is called, and `file` gets
+    the sessions that have ended.
     """
 
     def __init__(
-        self, config: Config, make_model: Callable[[EnvHandle], Model], file: TextIO
+        self, config: Config, make_model: Callable[[EnvHandle], Model], name: str, file: TextIO
     ) -> None:
         self._config = config
+        self._model_name = name
         self._make_model = make_model
         self._file = file
         self._notes = Notes()
@@ -91,7 +95,7 @@ class Recorder:
         """Serve until `stopped` is set, then write the sessions that are open, without reward."""
         self._make_env = env.with_episode
         gateway = Gateway(
-            str(self._config.endpoint.model or self._config.model.path),
+            self._model_name,
             user="paw serve gateway",
             open_unknown=self._open,
             control=self._control,
@@ -112,6 +116,10 @@ class Recorder:
                 f"{short_repr(name)} is not a session's name: letters, digits, . _ -", status=404
             )
         if name not in self._sessions:
+            if len(self._sessions) >= MAX_OPEN:
+                raise RequestError(
+                    f"{MAX_OPEN:,} sessions are open; end some with POST /NAME/reward", status=429
+                )
             member = self._members.get(name, 0)
             self._members[name] = member + 1
             episode = Episode(
@@ -131,9 +139,11 @@ class Recorder:
             try:
                 return await session.complete(incoming)
             except RequestError:
-                if session.failed.done():  # the next request opens another session
+                opened = self._sessions.get(name)
+                if session.failed.done() and opened and opened.session is session:
+                    # The next request opens another session. This one has no reward.
                     to_stderr(f"session {name}: {clean(session.failed.exception())}")
-                    self._sessions.pop(name, None)
+                    self._end(name, reward=0.0)
                 raise
 
         return complete
@@ -194,12 +204,17 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         with writing(options.out, "; set --out"):
             file = stack.enter_context(Path(options.out).open("a", encoding="utf-8"))
         if options.model is None:
-            config = load(options.recipe or RECIPE, overrides)
+            config = _without_agent(load(options.recipe or RECIPE, overrides))
             endpoint = Endpoint(config.endpoint, template_options=config.model.chat_template_kwargs)
             endpoint.check()
             rollouts = Rollouts(SessionsFactory(), None, None, config)
             stack.enter_context(closing(rollouts))
-            recorder = Recorder(config, lambda env: EndpointModel(env, config, endpoint), file)
+            recorder = Recorder(
+                config,
+                lambda env: EndpointModel(env, config, endpoint),
+                str(config.endpoint.model),
+                file,
+            )
         else:
             from paw.tools.evaluate.player import open_player, resolve  # loads torch
 
@@ -207,10 +222,24 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
             if recipe is None and not (Path(options.model) / "config.toml").is_file():
                 recipe = RECIPE
             config, path = resolve(options.model, recipe, overrides)
+            config = _without_agent(config)
             rollouts = stack.enter_context(open_player(config, path, SessionsFactory()))
-            recorder = Recorder(config, lambda env: EngineModel(env, rollouts), file)
+            recorder = Recorder(
+                config, lambda env: EngineModel(env, rollouts), str(options.model), file
+            )
         _serve(rollouts, recorder, listener, f"{url}/NAME/v1: sessions go to {options.out}")
     return 0
+
+
+def _without_agent(config: Config) -> Config:
+    """Return a configuration without agents and rewards: whoever asks is the agent, and says it."""
+    plain = {
+        "agent": AgentConfig(type="plain"),
+        "reward": RewardConfig(),
+        "rewards": [],
+        "envs": [],
+    }
+    return config.model_copy(update=plain)
 
 
 def _serve(rollouts: Rollouts, recorder: Recorder, listener: socket.socket, banner: str) -> None:

@@ -178,15 +178,16 @@ def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
 
 
 @styled
-def pass_at_k(runs: Sequence[Run], size: Size) -> Figure | None:
+def pass_at_k(runs: Sequence[Run], size: Size, env: str = "") -> Figure | None:
     """Draw pass@k over k with its interval: first and last evaluation of a single run, or the last
     of each run.
 
-    Returns None if no run has several attempts at each game.
+    With the label of one of several environments, it is that of its games. Returns None if no run
+    has several attempts at each game.
     """
     curves = []  # (label, colour, dash pattern, run, step)
     for index, run in enumerate(runs):
-        steps, _ = run.series("eval/pass_at_2")
+        steps, _ = run.series(f"eval/pass_at_2_{env}" if env else "eval/pass_at_2")
         if not steps:
             continue
         colour, dash = look(index)
@@ -202,7 +203,7 @@ def pass_at_k(runs: Sequence[Run], size: Size) -> Figure | None:
     figure, axes = _axes(size)
     ticks: set[int] = set()
     for label, colour, dash, run, step in curves:
-        values = run.attempts_at(step)
+        values = run.attempts_at(step, env)
         ticks |= values.keys()
         low = [100 * interval[0] for _, interval in values.values()]
         high = [100 * interval[1] for _, interval in values.values()]

@@ -249,7 +249,8 @@ def _galleries(runs: Sequence[Run], plots_dir: Path | None) -> Iterator[Gallery]
     lead = "Evaluations of each run."
     if single:
         lead = "Evaluations in blue, training games in orange."
-    yield "Task types", lead, "", _saved_figures(plots_dir, *_kind_curves(runs))
+    curves = [*_kind_curves(runs), *_attempt_curves(runs)]
+    yield "Task types", lead, "", _saved_figures(plots_dir, *curves)
 
     for section, lead in LEADS.items():
         yield section, lead, "", _metric_figures(runs, section, plots_dir)
@@ -288,6 +289,15 @@ def _kind_curves(runs: Sequence[Run]) -> list[tuple[str, str, Figure | None]]:
         slug = re.sub("[^a-z0-9]+", "_", kind.lower())[:28]
         curve = plots.learning_curve(runs, (3.7, 2.2), kind=kind)
         curves.append((f"success_{i}_{slug}", kind, curve))
+    return curves
+
+
+def _attempt_curves(runs: Sequence[Run]) -> list[tuple[str, str, Figure | None]]:
+    """Return (file name, title, pass@k) of each of several environments."""
+    curves: list[tuple[str, str, Figure | None]] = []
+    for i, label in enumerate(dict.fromkeys(label for run in runs for label in run.labels)):
+        curve = plots.pass_at_k(runs, (3.7, 2.2), env=label)
+        curves.append((f"pass_at_k_{i}", f"{label}: pass@k", curve))
     return curves
 
 
@@ -335,6 +345,9 @@ def _summary_line(run: Run) -> str:
         if not run.config.get("env.data"):
             games = f"generated games ({run.config.get('env.difficulty', 'full')})"
         parts.append(f"{environment}, {games}")
+
+    if run.labels:
+        parts.append(" + ".join(run.labels))
 
     model = run.info.get("model") or run.config.get("model.path")
     if model:

@@ -56,18 +56,32 @@ class Run:
         """Return the value at one step, or None if it was not logged."""
         return self.metrics.get(key, {}).get(step)
 
-    def attempts_at(self, step: int) -> dict[int, tuple[float, tuple[float, float]]]:
-        """Return pass@k of the evaluation of a step and its interval, by k in increasing order."""
+    def attempts_at(
+        self, step: int, label: str = ""
+    ) -> dict[int, tuple[float, tuple[float, float]]]:
+        """Return pass@k of the evaluation of a step and its interval, by k in increasing order.
+
+        With the label of one of several environments, it is that of its games.
+        """
+        suffix = f"_{label}" if label else ""
         values: dict[int, tuple[float, tuple[float, float]]] = {}
         for key in self.metrics:
-            match = re.fullmatch(r"eval/pass_at_([1-9][0-9]{0,5})", key)
+            match = re.fullmatch(rf"eval/pass_at_([1-9][0-9]{{0,5}}){re.escape(suffix)}", key)
             value = self.at(key, step)
             if match and value is not None:
-                low = self.at(f"{key}_low", step)
-                high = self.at(f"{key}_high", step)
+                name = key.removesuffix(suffix)
+                low = self.at(f"{name}_low{suffix}", step)
+                high = self.at(f"{name}_high{suffix}", step)
                 interval = (value if low is None else low, value if high is None else high)
                 values[int(match[1])] = value, interval
         return dict(sorted(values.items()))
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels of several environments, in the order of the recipe; [] if there is one."""
+        tables = self.config.get("envs")
+        tables = tables if isinstance(tables, list) else []
+        return [str(table.get("label", "")) for table in tables if isinstance(table, dict)]
 
     @property
     def updates(self) -> int:
