@@ -252,6 +252,9 @@ def _report(stops: _StopSignals, ranks: list[_Rank], stopped: list[str]) -> int:
                 to_stderr(f"paw: rank {number} {fate}; checkpoints are kept (--resume auto)")
         if some_have_fates:
             return max(1, blamed.code or 0)
+    if blamed.code == -signal.SIGINT:  # Ctrl-C, before its Python could handle it
+        to_stderr("paw: interrupted while loading")
+        return 128 + signal.SIGINT
     if blamed.log:
         blamed.log.seek(0)
         for line in blamed.log.read().decode(errors="replace").strip().splitlines():

@@ -17,6 +17,7 @@ from processes import children, is_alive, wait_until
 from test_train_ranks import ENV, start  # noqa: F401
 
 from paw.checkpoint import restore
+from paw.distributed.launcher import _Rank, _report, _StopSignals
 
 pytestmark = pytest.mark.slow
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -261,6 +262,21 @@ def test_a_closed_terminal_lets_ranks_save(recipe, forked_session, tmp_path):
     assert exit_code == 0, errors
     assert "SIGHUP: finishing this update, then saving" in errors
     assert restore.read_newest(tmp_path / "run" / "checkpoints")
+
+
+def test_ranks_that_ctrl_c_ended_before_python_could_handle_it(capsys):
+    ranks = []
+    for _ in range(2):
+        words, words_end = os.pipe()
+        process = subprocess.Popen(["sh", "-c", "kill -INT $$"])
+        os.close(words_end)
+        process.wait()
+        ranks.append(_Rank(process, words, None))
+        ranks[-1].poll()
+        os.close(words)
+    stops = _StopSignals()
+    assert _report(stops, ranks, ["", ""]) == 130
+    assert capsys.readouterr().err == "paw: interrupted while loading\n"
 
 
 @pytest.mark.parametrize(
