@@ -14,9 +14,10 @@ ARGS ?=
 # Of the quickstart: two on a machine without a GPU, each with a thread; two threads of one are hardly faster than one.
 PROCESSES := $(shell command -v nvidia-smi >/dev/null || test "$$(getconf _NPROCESSORS_ONLN)" -lt 2 || echo --gpus 2)
 JOBS ?= 3
-# Each file in one process: what its tests share is made once. The longest comes first (tests/conftest.py). One more
-# process than cores: many tests wait for processes of their own. A fourth gains two seconds in a hundred.
-PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Processes forked from one that has imported and collected everything (tests/support/forked_workers.py). Each file in
+# one of them: what its tests share is made once. The longest comes first (tests/conftest.py). One more process than
+# cores: many tests wait for processes of their own. A fourth gains two seconds in a hundred.
+PYTEST := $(PY) -m pytest --workers $(JOBS)
 
 .PHONY: train test full check fast lint docs lines constraints soak gpu gpu-is-there clean
 
@@ -35,11 +36,16 @@ check: $(VENV)/.test  ## the inner loop, under two minutes
 fast: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(ARGS)
 
-lint: $(VENV)/.test
+lint: $(VENV)/.test $(VENV)/.typed
 	$(VENV)/bin/ruff check paw kernels tests bench setup.py
 	$(VENV)/bin/ruff format --check paw kernels tests bench setup.py
 	$(VENV)/bin/lint-imports
+
+# pyright keeps nothing from one run to the next and takes most of the time of `lint`, so it runs if what it reads has
+# changed.
+$(VENV)/.typed: $(VENV)/.test pyproject.toml $(shell find paw kernels -name __pycache__ -prune -o '(' -name '*.py' -o -type d ')' -print)
 	$(VENV)/bin/pyright
+	touch $@
 
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA along. pip 26.2 builds no package from source
 # beside an editable one (its sitecustomize empties sys.path before it reads our .pth). While the rest is installed,

@@ -1,7 +1,7 @@
 """What the compiler makes of the Triton kernels, without a GPU: registers, spills, shared memory, matrix instructions.
 
-    python bench/kernels/triton_aot.py            compile the tabled configurations and the candidates, write the CSV
-    python bench/kernels/triton_aot.py --tabled   only what the table uses, as JSON lines on the standard output
+    python bench/kernels/triton_aot.py               compile the tabled configurations and the candidates, write the CSV
+    python bench/kernels/triton_aot.py --tabled all  only what the table uses, as JSON lines on the standard output
 
 The backend runs on tensors without data; its launches are recorded and compiled ahead of time for
 each architecture, with the specialisations that a real launch would have.
@@ -76,11 +76,13 @@ def main() -> None:
         allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument(
-        "--tabled", action="store_true", help="only the table, JSON lines to the standard output"
+        "--tabled",
+        choices=("first", "all"),
+        help="only the table, JSON lines to the standard output; first: a case an architecture",
     )
     options = parser.parse_args()
     if options.tabled:
-        for row in tabled():
+        for row in tabled(first=options.tabled == "first"):
             print(json.dumps(row), flush=True)
         return
 
@@ -102,10 +104,11 @@ def rows_of_other_versions() -> list[dict[str, Any]]:
         return [row for row in csv.DictReader(file) if row["triton"] != triton.__version__]
 
 
-def tabled() -> Iterator[dict[str, Any]]:
-    """Every kernel of every case, with the configuration that the table gives it."""
+def tabled(*, first: bool = False) -> Iterator[dict[str, Any]]:
+    """Every kernel of every case (`first`: of each architecture's first), with the configuration
+    that the table gives it."""
     for arch, cases in CASES.items():
-        for case in cases:
+        for case in cases[:1] if first else cases:
             size = SIZES | case
             dtype = getattr(torch, size["dtype"])
             weight = torch.empty(size["V"], size["D"], dtype=dtype, device="meta")

@@ -80,6 +80,7 @@ def short(values, score):
 """
 
 
+@pytest.mark.slow
 def test_an_estimator_that_needs_no_groups_trains_on_one_episode_a_task(start, tmp_path):  # noqa: F811
     """With what it declares: by itself, or with a critic, like PPO."""
     own = tmp_path / "own.py"

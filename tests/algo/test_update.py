@@ -193,6 +193,7 @@ def test_without_world_model_an_update_is_vanilla_grpo_bit_for_bit(start, tmp_pa
     assert not any(key.startswith("wm/") for line in metrics for key in line)
 
 
+@pytest.mark.slow
 def test_the_world_model_trains_without_changing_the_first_rollouts_and_with_weight_zero_nothing(
     start, tmp_path
 ):
@@ -368,6 +369,7 @@ def test_all_ranks_hear_of_the_entropies_of_one():
     call_in_ranks(rank_compares, 2, on_host=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old_logp", ["trainer", "engine"])
 def test_truncated_importance_sampling_on_policy_is_the_plain_update(start, tmp_path, old_logp):
     """The sampler has the trainer's weights: every ratio of the first optimizer step is 1."""

@@ -4,9 +4,13 @@ page has the table of today."""
 import csv
 import importlib
 import json
+import os
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
+from forked import CONTEXT
 
 from paw.config.recipe import load
 
@@ -190,9 +194,26 @@ def test_every_key_of_the_commands_is_one_of_today(tmp_path):
         assert config.engine.transfer == ("nccl" if gpus == 2 else "files")
 
 
+def run_script(words, log):
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.chdir(first_hour.ROOT)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
 @pytest.mark.slow
-def test_an_update_on_a_cpu_fills_its_row(tmp_path):
-    """The same command as on a GPU, with a tiny model."""
+def test_an_update_on_a_cpu_fills_its_row(tmp_path, monkeypatch):
+    """The same command as on a GPU, with a tiny model, in a child that has loaded torch."""
+
+    def run_forked(command, log, *, minutes):
+        child = CONTEXT.Process(target=run_script, args=(command[1:], log))
+        child.start()
+        child.join(60 * minutes)
+        return child.exitcode, ""
+
+    monkeypatch.setattr(first_hour, "run_process", run_forked)
     (plain,) = [p for p in parts_module.parts("quickstart") if "neither" in p.cases]
     rows = first_hour.run(plain, tmp_path)
     assert [row.reason for row in rows] == [""] * 4

@@ -224,6 +224,7 @@ def test_a_mistake_in_a_process_of_its_own(paw):
     )
 
 
+@pytest.mark.slow
 def test_doctor_says_what_is_here_and_inspects_a_model(paw_here, tiny_llm, tmp_path):
     result = paw_here("doctor")
     assert result.stdout.startswith(f"paw {__version__}, Python ")

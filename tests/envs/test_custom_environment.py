@@ -204,6 +204,7 @@ def test_training_refuses_it_before_anything_is_loaded(capsys, tmp_path, monkeyp
     assert "model.path = '.'" in capsys.readouterr().err  # one step further
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_page_keep_the_rules():
     for given, endless in ((Count, False), (CountFactory, True)):
         config = load("quickstart", {"env.name": given, "model.path": "-", "env.max_turns": 50})

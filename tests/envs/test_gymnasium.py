@@ -70,6 +70,7 @@ def load(tmp_path, name, **env):
     return load_played(None, {f"env.{key}": value for key, value in (settings | env).items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "actions"), [("paw/Letter-v0", []), ("paw/Door-v0", ["push", "pull"])]
 )

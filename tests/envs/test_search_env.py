@@ -379,6 +379,7 @@ EXPECTED = [
 ]
 
 
+@pytest.mark.slow
 def test_parquet_and_json_lines_say_the_same(tmp_path):
     assert contents(data.load(jsonl(tmp_path / "a.jsonl", ROWS))) == EXPECTED
     assert contents(data.load(parquet(tmp_path / "a.parquet", ROWS))) == EXPECTED

@@ -386,6 +386,7 @@ def load_data(path, **changes):
     return TerminalFactory(terminal(data=path, **changes))
 
 
+@pytest.mark.slow
 @needs_bubblewrap
 def test_folders_of_all_three_formats_are_played_and_checked(data):
     factory = load_data(data)

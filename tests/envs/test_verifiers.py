@@ -28,10 +28,13 @@ from paw.trainer import train
 from paw.types import Reply, Task, ToolCall
 
 # Importing it takes seconds, in each process that collects tests.
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("verifiers") is None,
-    reason="verifiers is not installed: pip install 'paw-trainer[verifiers]'",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("verifiers") is None,
+        reason="verifiers is not installed: pip install 'paw-trainer[verifiers]'",
+    ),
+]
 PACKAGES = Path(__file__).with_name("verifiers_packages")
 
 
@@ -202,7 +205,6 @@ async def librarian(env, model):
         )
 
 
-@pytest.mark.slow
 def test_tools_of_a_server_that_episodes_share(tiny_llm, tmp_path, read_metrics, monkeypatch):
     config = config_of("library", eval_split="test")
     factory = make_factory(config)
@@ -335,7 +337,6 @@ def test_without_verifiers_the_command_that_installs_it_is_named(monkeypatch):
         make_factory(config_of("sums"))
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_tool_servers_too():
     def servers() -> set[str]:
         pids = set()

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -55,8 +56,13 @@ esac
 """
 
 
+@cache
+def nodes_of(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
+
+
 def calls(text: str) -> list[ast.Call]:
-    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    return [node for node in nodes_of(text) if isinstance(node, ast.Call)]
 
 
 def trusting(text: str) -> list[int]:
@@ -172,7 +178,7 @@ def test_what_is_imported_is_a_dependency():
 def imported(text: str) -> set[str]:
     """Top-level packages that a file imports anywhere, except by relative imports."""
     modules = []
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Import):
             modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:

@@ -63,7 +63,7 @@ def backend(request, monkeypatch):
             )
         monkeypatch.setattr(torch.ops, "paw_kernels", torch.ops.paw_on_cpu)
         return Backend(name, "cpu", "cpu", examples=10)
-    return Backend(name, name, "cpu", examples=15 if name == "triton" else 30)
+    return Backend(name, name, "cpu", examples=8 if name == "triton" else 30)
 
 
 @pytest.fixture(scope="module", params=MACHINES)

@@ -22,12 +22,12 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """One dict for each kernel, compiled in a separate process: in this one kernels may be
-    interpreted."""
+@pytest.fixture(scope="module", params=["first", pytest.param("all", marks=pytest.mark.long)])
+def compiled(request):
+    """One dict for each kernel, of each architecture's first case or of all cases. They are
+    compiled in a separate process: in this one kernels may be interpreted."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), "--tabled"]
+    command = [sys.executable, str(SCRIPT), "--tabled", request.param]
     finished = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=500)
     assert finished.returncode == 0, finished.stderr[-2000:]
     return [json.loads(line) for line in finished.stdout.splitlines()]

@@ -93,6 +93,7 @@ def make(name, **settings):
     ).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=RECURRENT * (name in SLOW)) for name in KNOWN]
 )
@@ -119,6 +120,7 @@ def test_bfloat16_weights_are_checked_in_float32_and_left_as_they_were(name):
     check_path(policy, "here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=RECURRENT * (name in SLOW)) for name in SAMPLED]
 )

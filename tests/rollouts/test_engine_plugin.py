@@ -194,6 +194,7 @@ def test_built_in_engines_are_known_without_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_doctor_says_what_engines_can(paw_here):
     lines = paw_here("doctor").stdout.splitlines()
     [transformers] = [line for line in lines if "engine transformers" in line]

@@ -5,8 +5,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from paw.metric_list import METRICS, page
 
 ROOT = Path(__file__).parents[2]
@@ -30,14 +28,14 @@ def test_the_page_is_written_from_the_list():
     assert text == page(), "python -m paw.metric_list > docs/metrics.md"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "paw").rglob("*.py")), ids=lambda path: path.name)
-def test_names_in_the_code_are_declared(path):
-    strings = {
-        node.value
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    assert not undeclared(filter(NAME.fullmatch, strings))
+def test_names_in_the_code_are_declared():
+    for path in (ROOT / "paw").rglob("*.py"):
+        strings = {
+            node.value
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert not undeclared(filter(NAME.fullmatch, strings)), path
 
 
 def test_names_in_the_goldens_are_declared():
@@ -46,13 +44,14 @@ def test_names_in_the_goldens_are_declared():
     assert not undeclared(names - {"step"})
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
-def test_names_on_the_pages_are_declared(path):
+def test_names_on_the_pages_are_declared():
     """In backticks, also several at once: `policy/{loss,kl}`."""
-    text = path.read_text(encoding="utf-8")
-    names = set()
-    for prefix, group, name in re.findall(
-        rf"`({'|'.join(PREFIXES)})/(?:\{{([a-z_,]+)\}}|([a-z_]+))`", text
-    ):
-        names |= {f"{prefix}/{part}" for part in (group.split(",") if group else [name])}
-    assert not undeclared(names) - {"wm/factor"}  # of an experiment whose code is gone
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        names = set()
+        for prefix, group, name in re.findall(
+            rf"`({'|'.join(PREFIXES)})/(?:\{{([a-z_,]+)\}}|([a-z_]+))`", text
+        ):
+            names |= {f"{prefix}/{part}" for part in (group.split(",") if group else [name])}
+        # of an experiment whose code is gone
+        assert not undeclared(names) - {"wm/factor"}, path

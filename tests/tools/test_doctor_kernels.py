@@ -2,9 +2,11 @@
 times."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import CONTEXT
 
 from paw.tools.doctor import kernels
 from paw.tools.doctor.kernels import Answer, Case
@@ -109,6 +111,9 @@ def test_a_case_that_crashes_hangs_or_raises_is_an_answer_and_the_next_goes_on(
 def test_the_command_checks_all_that_runs_here_and_auto_goes_by_its_times(
     paw_here, monkeypatch, cache, paw_env
 ):
+    # Children that have loaded torch: the test above has new interpreters.
+    forked = SimpleNamespace(get_context=lambda method: CONTEXT)
+    monkeypatch.setattr(kernels, "multiprocessing", forked)
     monkeypatch.setattr(kernels, "WIDTHS", (64,))
     monkeypatch.setattr(kernels, "DTYPES", ("bfloat16",))
     monkeypatch.setattr(kernels, "ROWS", (32,))
