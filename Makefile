@@ -14,10 +14,9 @@ ARGS ?=
 # Of the quickstart: two on a machine without a GPU, each with a thread; two threads of one are hardly faster than one.
 PROCESSES := $(shell command -v nvidia-smi >/dev/null || test "$$(getconf _NPROCESSORS_ONLN)" -lt 2 || echo --gpus 2)
 JOBS ?= 3
-# Processes forked from one that has imported and collected everything (tests/support/forked_workers.py). Each file in
-# one of them: what its tests share is made once. The longest comes first (tests/conftest.py). One more process than
-# cores: many tests wait for processes of their own. A fourth gains two seconds in a hundred.
-PYTEST := $(PY) -m pytest --workers $(JOBS)
+# Each file in one process: what its tests share is made once. The longest comes first (tests/conftest.py). One more
+# process than cores: many tests wait for processes of their own. A fourth gains two seconds in a hundred.
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test full check fast lint docs lines constraints soak gpu gpu-is-there clean
 

@@ -31,7 +31,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # variable does not stay: the children that tests start would inherit it.
 import torch
 from forked import Child, start_server
-from forked_workers import ForkedWorkers
 from jsonl import read_jsonl
 
 from paw.cli import main
@@ -73,24 +72,18 @@ TOGETHER = ("test_smollm2.py", "test_vllm_engine.py", "test_vllm_server.py", "te
 """Files that run in one process: they import vLLM there, which takes twenty seconds of a core."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--workers",
-        type=int,
-        default=0,
-        help="processes that run the tests, each file in one of them; one if there is a GPU",
-    )
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
 
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "together" if Path(file).name in TOGETHER else file
 
-def pytest_configure(config: pytest.Config) -> None:
-    # A process that may use a GPU cannot be forked.
-    if config.option.workers > 1 and not torch.cuda.is_available():
-        workers = ForkedWorkers(config.option.workers, group_of, after_fork=start_server)
-        config.pluginmanager.register(workers, "forked workers")
-
-
-def group_of(item: pytest.Item) -> str:
-    return "together" if item.path.name in TOGETHER else str(item.path)
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(trylast=True)  # attack/conftest.py marks its tests before
@@ -101,16 +94,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.path.name not in TOGETHER, item.path not in slow))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     gc.freeze()  # gc.collect() then skips what is imported already, which saves 0.2 s each time
-    if not session.config.pluginmanager.hasplugin("forked workers"):
-        start_server()
+    start_server()
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that all processes of a test session have in common."""
-    return tmp_path_factory.getbasetemp()
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="session")
