@@ -90,10 +90,10 @@ def is_replaced(key: str, flat: Flat) -> bool:
     return list_name is not None and bool(flat.get(list_name))
 
 
-def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
+def load_named(recipe: str | Path | Config, overrides: dict[str, Any]) -> Config:
     """Do what `load` does, with the recipe's name as run.name if that is not set."""
     config = load(recipe, overrides)
-    if "name" in config.run.model_fields_set:
+    if isinstance(recipe, Config) or "name" in config.run.model_fields_set:
         return config
     run = config.run.model_copy(update={"name": Path(recipe).stem})
     return config.model_copy(update={"run": run})
