@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paw.tools.evaluate.player import rollout
     from paw.tools.export import export
     from paw.tools.plan.planning import plan
+    from paw.tools.report.live_plot import LivePlot
     from paw.tools.report.rundir import metric, metrics
     from paw.tools.sft.sft import sft
     from paw.tools.smollm2 import smollm2
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Config",
     "Conversation",
+    "LivePlot",
     "Outcome",
     "Reply",
     "Task",
@@ -52,6 +54,7 @@ __all__ = [
 _HOMES = {
     "Config": "paw.config.sections",
     "Conversation": "paw.envs.conversation",
+    "LivePlot": "paw.tools.report.live_plot",
     "Outcome": "paw.types",
     "Reply": "paw.types",
     "Task": "paw.types",

@@ -7,13 +7,17 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from jsonl import write_jsonl
 
+import paw
 from paw import cli
 from paw.errors import UserError
 from paw.rollouts.success import wilson
 from paw.tools.report.episodes import EpisodeIndex, embedded
+from paw.tools.report.live_plot import LivePlot
 from paw.tools.report.report import SECTIONS, write_report
 
 KINDS = ["pick", "look", "clean"]
@@ -243,3 +247,31 @@ def test_a_large_run_keeps_episodes_of_all_its_parts(tmp_path):
     assert details.keys() == {row["id"] for row in rows}
     assert (steps[0], steps[-1]) == (1, 300)
     assert max(later - step for step, later in itertools.pairwise(steps)) <= 11
+
+
+def test_a_plot_of_runs_is_drawn_as_they_go_on(tmp_path, monkeypatch):
+    """Outside of a notebook it is drawn when it is saved."""
+    with pytest.raises(UserError, match="draws nothing; name metrics"):
+        LivePlot()
+    plot = LivePlot("eval/success", "wm/loss")
+    for name in ("first", "second"):
+        run = SimpleNamespace(directory=tmp_path / name, ranks=SimpleNamespace(first=True))
+        plot.on_start(run)
+        empty = plot.png()
+        run.directory.mkdir()
+        lines = [{"step": step, "eval/success": 0.1 * step} for step in range(3)]
+        write_jsonl(run.directory / "metrics.jsonl", lines)
+        plot.on_update(run, {})
+        plot.on_end(run)
+        assert plot.png() != empty
+    assert plot.save(tmp_path / "plot.png").read_bytes() == plot.png()
+    with pytest.raises(UserError, match=r"cannot write .*nowhere"):
+        plot.save(tmp_path / "nowhere" / "plot.png")
+
+
+def test_a_metric_is_its_values_by_update(tmp_path):
+    lines = [{"step": 0, "eval/success": 0.25}, {"step": 1}, {"step": 2, "eval/success": 0.5}]
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
+    assert paw.metric(tmp_path, "eval/success") == {0: 0.25, 2: 0.5}
+    with pytest.raises(UserError, match="no metric 'eval/succes'; did you mean 'eval/success'"):
+        paw.metric(tmp_path, "eval/succes")
