@@ -151,7 +151,8 @@ def _with_override(list_name: str, tables: Any, key: str, value: Any) -> list[An
 
 
 def named(value: Any) -> Any:
-    """Replace a plug-in with its name, also in a list, and in the tables of a list."""
+    """Replace a plug-in with its name, and a Path with its text, also in a list and in the tables
+    of a list."""
     if not isinstance(value, list):
         return _name_of(value)
     return [
@@ -163,7 +164,9 @@ def named(value: Any) -> Any:
 
 
 def _name_of(value: Any) -> Any:
-    if isinstance(value, str | int | float | tuple | list | dict | Path | None):
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str | int | float | tuple | list | dict | None):
         return value
     return plugins.give(value)
 

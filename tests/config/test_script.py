@@ -1,6 +1,7 @@
 """A program of one's own takes the configuration's keys on its command line, as `paw` does."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_a_model_is_made_unless_words_name_one():
     made = []
 
     def make():
-        made.append("small")
+        made.append(Path("small"))
         return made[-1]
 
     changes = {"model.path": make}
