@@ -36,8 +36,8 @@ fast: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(VENV)/.test
-	$(VENV)/bin/ruff check paw kernels tests bench setup.py
-	$(VENV)/bin/ruff format --check paw kernels tests bench setup.py
+	$(VENV)/bin/ruff check paw kernels tests bench examples setup.py
+	$(VENV)/bin/ruff format --check paw kernels tests bench examples setup.py
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/pyright
 
