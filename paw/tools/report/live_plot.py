@@ -46,6 +46,9 @@ class LivePlot:
         self._drawn = 0.0
         """Monotonic time of the last drawing."""
 
+    def __repr__(self) -> str:
+        return f"LivePlot({', '.join(map(repr, self._metrics))})"
+
     def on_start(self, run: "Run") -> None:
         if run.ranks.first:
             self._readers.setdefault(run.directory, RunReader(run.directory))
