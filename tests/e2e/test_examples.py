@@ -34,8 +34,12 @@ def example(paw_env, tmp_path, monkeypatch, capfd):
     [
         ("own_environment", {}, r"Cups fetched from unseen places: \d+% -> \d+%\."),
         ("own_reward_and_loss", {"policy.width": 0.3}, r"moves: \d+\.\d\d -> \d+\.\d\d"),
-        ("tool_conversation", {}, r"Held-out goals reached: \d+% -> \d+%\."),
-        ("question_set", {}, r"eval/success_large: \d+% -> \d+% of the held-out questions"),
+        ("tool_conversation", {"env.max_turns": 3}, r"Held-out goals reached: \d+% -> \d+%\."),
+        (
+            "question_set",
+            {"eval.games": 16},
+            r"eval/success_large: \d+% -> \d+% of the held-out questions",
+        ),
     ],
 )
 def test_an_example_trains(example, read_metrics, tmp_path, name, more, said):
@@ -65,7 +69,7 @@ def test_the_notebook_runs(paw_env, tmp_path, monkeypatch):
 
     in_their_folder(monkeypatch, paw_env["PAW_CACHE"], tmp_path)
     path = EXAMPLES / "compare.ipynb"
-    settings = SMALL | SMALL_WARMUP | {"eval.games": 4}
+    settings = SMALL | SMALL_WARMUP
     notebook, variables = run_notebook(path, [f"{key}={value}" for key, value in settings.items()])
     with_plots = []
     for stored in (notebook, json.loads(path.read_text(encoding="utf-8"))):

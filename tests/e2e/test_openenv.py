@@ -169,7 +169,7 @@ def test_the_example_trains_on_a_server_of_its_own(
     _, update = read_metrics(tmp_path / "runs" / "openenv-server")
     assert update["health/env_failures"] == 0
     assert update["optim/skipped"] == 0
-    assert update["eval/games"] == 24
+    assert update["eval/games"] == 4
 
 
 def test_tools_of_openenv_are_tools(urls):

@@ -298,7 +298,7 @@ def test_the_example_trains_adapters_on_a_server(
     in_their_folder(monkeypatch, paw_env["PAW_CACHE"], tmp_path)
     settings = {
         "model.path": folder, "model.dtype": "float32", "engine.servers": 0, "lora.rank": 4,
-        "engine.urls": json.dumps(servers.urls), "eval.games": 4, "wm.alpha": 1.0, "wm.weight": 1.0,
+        "engine.urls": json.dumps(servers.urls), "wm.alpha": 1.0, "wm.weight": 1.0,
     }  # fmt: skip
     assert run_example(monkeypatch, "lora_on_vllm", SMALL | settings) == 0, capfd.readouterr().err
     assert "solved, share, on new problems: " in capfd.readouterr().out

@@ -17,6 +17,7 @@ SMALL = {
     "run.threads": 1,
     "rollout.tasks": 2,
     "rollout.group_size": 4,
+    "eval.games": 4,
     "eval.attempts": 1,
 }
 """Settings with which an example takes seconds."""
