@@ -36,13 +36,13 @@ fast: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(VENV)/.test $(VENV)/.typed
-	$(VENV)/bin/ruff check paw kernels tests bench setup.py
-	$(VENV)/bin/ruff format --check paw kernels tests bench setup.py
+	$(VENV)/bin/ruff check paw kernels tests bench examples setup.py
+	$(VENV)/bin/ruff format --check paw kernels tests bench examples setup.py
 	$(VENV)/bin/lint-imports
 
 # pyright keeps nothing from one run to the next and takes most of the time of `lint`, so it runs if what it reads has
 # changed.
-$(VENV)/.typed: $(VENV)/.test pyproject.toml $(shell find paw kernels -name __pycache__ -prune -o '(' -name '*.py' -o -type d ')' -print)
+$(VENV)/.typed: $(VENV)/.test pyproject.toml $(shell find paw kernels examples -name __pycache__ -prune -o '(' -name '*.py' -o -type d ')' -print)
 	$(VENV)/bin/pyright
 	touch $@
 

@@ -43,12 +43,12 @@ HIDDEN = {
 
 
 def core_files(folder: Path) -> list[Path]:
-    """The files that an update of `paw train` on docs/example_environment.py imports; model and run
+    """The files that an update of `paw train` on examples/number_game.py imports; model and run
     go to `folder`."""
     sys.path.append(str(ROOT / "tests" / "support"))  # which conftest.py imports from
     write_tiny_llm = runpy.run_path(str(ROOT / "tests" / "conftest.py"))["write_tiny_llm"]
     settings = {
-        "env.name": f"{ROOT / 'docs' / 'example_environment.py'}:Guess",
+        "env.name": f"{ROOT / 'examples' / 'number_game.py'}:Guess",
         "model.path": write_tiny_llm(folder / "model"),
         "model.device": "cpu",
         "run.dir": folder,

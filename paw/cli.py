@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -71,9 +72,15 @@ Overrides = dict[str, str]
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: _run(arguments))
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """Return the exit code of `run`, or of the problem that it raised, which is one line on stderr."""
     _set_variables()
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        return run()
     except UserError as error:
         to_stderr(f"paw: {clean(error, LINE_CHARS)}")
         if "RANK" in os.environ:
@@ -103,7 +110,7 @@ def _set_variables() -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    words, overrides = _split_overrides(arguments)
+    words, overrides = split_overrides(arguments)
     options, unknown_words = _parser(words).parse_known_args(words)
     takes_overrides = getattr(options, "overrides", True)
     if overrides and not takes_overrides:
@@ -188,7 +195,7 @@ def _unknown(word: str, takes_overrides: bool) -> str:
     return f"unknown option '{clean(word)}'{hint(key, {})}"
 
 
-def _split_overrides(arguments: list[str]) -> tuple[list[str], Overrides]:
+def split_overrides(arguments: list[str]) -> tuple[list[str], Overrides]:
     """Split a command line into (other arguments, overrides).
 
     Overrides are `--a.b value`, `--a.b=value` and their short options.

@@ -13,7 +13,6 @@ from pathlib import Path
 from paw.config.recipe import load, recipe_names
 from paw.envs import make_factory
 from paw.envs.alfworld.tables import DIFFICULTIES
-from paw.errors import to_stderr
 from paw.io.imports import no_collections
 from paw.tools.experiment.runs import VARIANTS, parse_seeds
 from paw.tools.plan.fit import BASE
@@ -531,8 +530,8 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
 
 def _run_warmup(options: argparse.Namespace, overrides: Overrides) -> int:
     config = load(options.recipe, overrides)
-    factory = make_factory(config)
-    from paw.tools.warmup.warmup import ensure_warm_model  # loads torch; mistakes come before that
+    make_factory(config)
+    from paw.tools.warmup.warmup import warmup  # loads torch; mistakes come before that
 
-    print(ensure_warm_model(config, factory, to_stderr))
+    print(warmup(config))
     return 0

@@ -90,10 +90,10 @@ def is_replaced(key: str, flat: Flat) -> bool:
     return list_name is not None and bool(flat.get(list_name))
 
 
-def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
+def load_named(recipe: str | Path | Config, overrides: dict[str, Any]) -> Config:
     """Do what `load` does, with the recipe's name as run.name if that is not set."""
     config = load(recipe, overrides)
-    if "name" in config.run.model_fields_set:
+    if isinstance(recipe, Config) or "name" in config.run.model_fields_set:
         return config
     run = config.run.model_copy(update={"name": Path(recipe).stem})
     return config.model_copy(update={"run": run})
@@ -151,12 +151,14 @@ def _with_override(list_name: str, tables: Any, key: str, value: Any) -> list[An
 
 
 def named(value: Any) -> Any:
-    """Replace a plug-in with its name, also in a list, and in the tables of a list."""
+    """Replace a plug-in with its name, and a Path with its text, also in lists and tables."""
     if isinstance(value, list):
         return [named(item) for item in value]
     if isinstance(value, dict):
         return {key: named(inner) for key, inner in value.items()}
-    if isinstance(value, str | int | float | tuple | Path | None):
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str | int | float | tuple | None):
         return value
     return plugins.give(value)
 

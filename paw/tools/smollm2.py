@@ -13,7 +13,7 @@ from paw.errors import UserError
 from paw.io.cache import cache_dir, ensure_cached, stamp
 
 
-def smollm2(out: Path | None) -> Path:
+def smollm2(out: Path | None = None) -> Path:
     """Return the folder of SmolLM2-135M-Instruct as an ordinary Hugging Face model in float32.
 
     The folder is `out`, by default one in PaW's cache. The model is made from the 4-bit weights of

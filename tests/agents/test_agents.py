@@ -405,7 +405,7 @@ def test_agents_that_answer_questions_play_no_household():
 
 
 def test_react_plays_an_environment_of_ones_own_by_its_admissible_actions():
-    example = Path(__file__).parents[2] / "docs" / "example_environment.py"
+    example = Path(__file__).parents[2] / "examples" / "number_game.py"
     episode, requests = play(configure("react", env={"name": f"{example}:Guess"}), lambda *_: "50")
     assert (
         requests[0][0]

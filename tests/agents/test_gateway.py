@@ -48,7 +48,7 @@ ADD = {
         "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}},
     },
 }
-AGENT_WITH_OPENAI = Path(__file__).parents[2] / "docs" / "example_agent.py"
+AGENT_WITH_OPENAI = Path(__file__).parents[2] / "examples" / "own_agent.py"
 QWEN3 = Chat(TOKENIZERS["qwen3"], tool_parser="transformers")
 QUESTION = {"role": "user", "content": "Reach 7."}
 

@@ -296,7 +296,7 @@ def test_every_head_has_a_clock(serving):
 # --- and `paw serve env`, which is the same server
 
 PACKAGE = Path(sys.prefix) / "openenv"
-GAME = Path(__file__).parents[2] / "docs" / "example_environment.py"
+GAME = Path(__file__).parents[2] / "examples" / "number_game.py"
 IMPATIENT = """
 import sys
 from paw import cli

@@ -839,9 +839,22 @@ def listed(success: dict[float, float]) -> str:
     return f"{first}, {second} and {third}"
 
 
+def examples() -> Iterator[str]:
+    for row in read("examples"):
+        before, after = row["before"], row["after"]
+        if row["metric"] == "eval/success":
+            yield f"{per_cent(before, 0)} -> {per_cent(after, 0)} %"
+        elif row["metric"] == "eval/steps":
+            yield f"in {before:.1f} -> {after:.1f} moves"
+        else:
+            yield f"{before:.2f} -> {after:.2f}"
+        yield f"{row['cpu_s']:.0f} s"
+
+
 PAGES = {
     "README.md": readme,
     "docs/environments.md": environments,
+    "docs/examples.md": examples,
     "docs/experiments.md": experiments,
     "docs/memory.md": memory,
     "docs/profile.md": profile,
@@ -851,6 +864,7 @@ PAGES = {
     "docs/rwml.md": rwml,
     "docs/scale.md": scale,
     "docs/search.md": retriever,
+    "examples/README.md": examples,
 }
 SETTINGS = """
 torch 2.13.0; 95 %; T 0.4; temperature of 0.4; paper's 0.4; --eval.temperature 0.4; 0.2 M; 0.18 M; 2.6m;

@@ -20,7 +20,8 @@ REFLEXION = {
     "run.updates": 1, "env.style": "paper", "env.max_turns": 1, "agent.trials": 2, "rollout.tasks": 1,
     "rollout.group_size": 2, "eval.games": 1,
 }  # fmt: skip
-OWN = {"run.updates": 1, "env.name": f"{DOCS}/example_environment.py:Guess", "agent.words": 5}
+GUESS = DOCS.with_name("examples") / "number_game.py"
+OWN = {"run.updates": 1, "env.name": f"{GUESS}:Guess", "agent.words": 5}
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 pytestmark = pytest.mark.slow
 

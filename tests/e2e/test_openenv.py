@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from command_line import as_words
 from jsonl import read_jsonl
+from run_examples import SMALL as SMALL_EXAMPLE
+from run_examples import SMALL_WARMUP, in_their_folder, run_example
 from templates import QWEN25_TEMPLATE
 
 from paw.envs import make_factory
@@ -147,6 +149,27 @@ def test_an_environment_served_is_the_environment_itself(
     assert expected[1]["wm/loss"] > 0
     for line, expected_line in zip(train("served", served), expected, strict=True):
         assert line == pytest.approx(expected_line, rel=1e-5, abs=1e-6)
+
+
+def test_the_example_trains_on_a_server_of_its_own(
+    paw_env, read_metrics, tmp_path, monkeypatch, capfd
+):
+    in_their_folder(monkeypatch, paw_env["PAW_CACHE"], tmp_path)
+    monkeypatch.setenv("PYTHONPATH", paw_env["PYTHONPATH"])
+    settings = SMALL_EXAMPLE | SMALL_WARMUP
+    assert run_example(monkeypatch, "openenv_server", settings) == 2
+    errors = capfd.readouterr().err
+    assert errors.startswith("paw: ")
+    assert "pip install 'paw-trainer[openenv]'" in errors
+    assert errors.count("\n") == 1
+
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGE), prepend=os.pathsep)
+    assert run_example(monkeypatch, "openenv_server", settings) == 0
+    assert "Cups fetched from unseen places: " in capfd.readouterr().out
+    _, update = read_metrics(tmp_path / "runs" / "openenv-server")
+    assert update["health/env_failures"] == 0
+    assert update["optim/skipped"] == 0
+    assert update["eval/games"] == 4
 
 
 def test_tools_of_openenv_are_tools(urls):

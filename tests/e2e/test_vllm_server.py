@@ -21,6 +21,7 @@ from command_line import as_words
 from forked import CONTEXT, run_ranks
 from jsonl import read_jsonl, write_jsonl
 from processes import wait_until
+from run_examples import SMALL, in_their_folder, run_example
 from templates import QWEN25_TEMPLATE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,8 +48,8 @@ pytestmark = [
 ]
 LORA = LoraConfig(rank=4, alpha=8.0)
 LIMIT = 1500
-GUESS = Path(__file__).parents[2] / "docs" / "example_environment.py"
-AGENT = GUESS.with_name("example_agent.py")
+GUESS = Path(__file__).parents[2] / "examples" / "number_game.py"
+AGENT = GUESS.with_name("own_agent.py")
 CALLS = [Reply.of("", ToolCall("add", {"n": n}, "")) for n in (3, 4)]
 ADDER = """
 from paw.envs.conversation import Conversation
@@ -287,6 +288,25 @@ def test_an_unchanged_agent_trains_on_a_server(folder, servers, says_only, updat
         assert trajectory.episode_return == float(total == trajectory.task.payload["goal"])
         for turn in trajectory.turns[:-1]:
             assert turn.outcome.observation.startswith("the sum is ")
+
+
+def test_the_example_trains_adapters_on_a_server(
+    folder, servers, paw_env, read_metrics, tmp_path, monkeypatch, capfd
+):
+    """On one that runs already."""
+    pytest.importorskip("peft")
+    in_their_folder(monkeypatch, paw_env["PAW_CACHE"], tmp_path)
+    settings = {
+        "model.path": folder, "model.dtype": "float32", "engine.servers": 0, "lora.rank": 4,
+        "engine.urls": json.dumps(servers.urls), "wm.alpha": 1.0, "wm.weight": 1.0,
+    }  # fmt: skip
+    assert run_example(monkeypatch, "lora_on_vllm", SMALL | settings) == 0, capfd.readouterr().err
+    assert "solved, share, on new problems: " in capfd.readouterr().out
+    _, metrics = read_metrics(tmp_path / "runs" / "lora-on-vllm")
+    assert metrics["health/env_failures"] == 0
+    assert metrics["health/sampler_mismatch"] < 1e-4
+    assert metrics["optim/grad_norm"] > 0
+    assert (tmp_path / "runs" / "lora-on-vllm" / "hf" / "model.safetensors").is_file()
 
 
 def make_pool(folder, urls, transfer, *, timeout_s=60, **options):

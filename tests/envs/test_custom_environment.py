@@ -16,16 +16,16 @@ from paw.errors import UserError
 from paw.tools.env_check.env_check import check
 from paw.tools.env_check.env_replay import Subject
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "example_environment.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "number_game.py"
+PAGE_FILE = ROOT / "docs" / "environments.md"
 NAME = f"{EXAMPLE}:Guess"
 
 
 def read_page() -> dict:
     """What the code blocks of docs/environments.md define, except those in lists."""
     page: dict = {}
-    for block in (
-        EXAMPLE.with_name("environments.md").read_text(encoding="utf-8").split("\n```python\n")[1:]
-    ):
+    for block in PAGE_FILE.read_text(encoding="utf-8").split("\n```python\n")[1:]:
         code = block.partition("```")[0]
         if "train(" not in code:
             exec(compile(code, "environments.md", "exec"), page)  # noqa: S102
@@ -200,7 +200,7 @@ def test_training_refuses_it_before_anything_is_loaded(capsys, tmp_path, monkeyp
     error = capsys.readouterr().err
     assert "Guess lacks context; see docs/environments.md" in error
     assert error.count("\n") == 1
-    assert cli.main([*command, "example_environment:Guess"]) == 2
+    assert cli.main([*command, "number_game:Guess"]) == 2
     assert "model.path = '.'" in capsys.readouterr().err  # one step further
 
 

@@ -306,6 +306,26 @@ def test_the_pages_functions_score(tmp_path):
         threads.close()
 
 
+def test_a_set_with_few_answers_can_be_warmed_up_on(tmp_path):
+    rows = [{"question": f"Is {n} odd?", "answer": ("no", "yes")[n % 2]} for n in range(30)]
+    few = factory(write(tmp_path / "few.jsonl", rows), score="exact")
+    tasks = few.tasks("warmup", 0)
+    assert {task.id for task in tasks} == {task.id for task in few.tasks("train", 0)}
+    environment = few.make()
+    for task in (tasks[0], tasks[1]):
+        environment.reset(task)
+        assert environment.admissible_actions() == ["no", "yes"]
+        assert environment.step(environment.oracle()).won
+
+    rows = [{"question": f"What is {n} + {n}?", "answer": 2 * n} for n in range(120)]
+    many = factory(write(tmp_path / "many.jsonl", rows))
+    assert many.make().admissible_actions() == []
+    with pytest.raises(
+        UserError, match=r"among right answers of env\.data: there are more than 100"
+    ):
+        many.tasks("warmup", 0)
+
+
 def test_generated_problems_are_right_and_in_one_split_only():
     texts = {}
     for split in questions.SPLITS:

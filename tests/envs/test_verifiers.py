@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from run_examples import SMALL, in_their_folder, run_example
 from toyworld import Scripted, make_chat
 
 from paw import cli
@@ -46,7 +47,7 @@ def path(monkeypatch):
     modules_before = {*sys.modules}
     yield monkeypatch.syspath_prepend
     for name in {*sys.modules} - modules_before:
-        if name in ("sums", "guess", "library", "mine"):
+        if name in ("sums", "sums_taskset", "guess", "library", "mine"):
             del sys.modules[name]
 
 
@@ -268,6 +269,17 @@ def test_tools_of_a_server_that_episodes_share(tiny_llm, tmp_path, read_metrics,
     assert metrics["policy/loss"] == 0
     turns = json.loads((tmp_path / "r" / "samples.jsonl").read_text().splitlines()[-1])["turns"]
     assert ["".join(turn["observation_tokens"]) for turn in turns] == ["Emma appeared in 1815.", ""]
+
+
+@pytest.mark.slow
+def test_the_example_trains(tiny_llm, paw_env, read_metrics, tmp_path, monkeypatch, capfd):
+    in_their_folder(monkeypatch, paw_env["PAW_CACHE"], tmp_path)
+    settings = SMALL | {"model.path": tiny_llm(tmp_path / "model"), "engine.type": "transformers"}
+    assert run_example(monkeypatch, "verifiers_taskset", settings) == 0, capfd.readouterr().err
+    assert "right answers, share, on held-out sums: " in capfd.readouterr().out
+    _, metrics = read_metrics(tmp_path / "runs" / "verifiers-taskset")
+    assert metrics["health/env_failures"] == 0
+    assert metrics["optim/skipped"] == 0
 
 
 def test_a_program_may_stream_and_write_text_in_parts():

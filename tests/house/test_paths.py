@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
 FOLDERS = sorted(folder.name for folder in ROOT.glob("paw/*/") if (folder / "__init__.py").exists())
 NAMED = re.compile(
-    rf"`((?:paw|kernels|csrc|bench|tests|docs|{'|'.join(FOLDERS)})/[\w./-]*(?:\.py|/))`"
+    rf"`((?:paw|kernels|csrc|bench|tests|docs|examples|{'|'.join(FOLDERS)})/[\w./-]*(?:\.py|/))`"
 )
 """A path in a code span; those of rooms count from paw/."""
 

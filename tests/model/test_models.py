@@ -20,7 +20,7 @@ from paw.rollouts.engines.generation import check_sampling
 from paw.rollouts.engines.transformers import TransformersEngine
 
 VOCAB = 61
-GUESS = Path(__file__).parents[2] / "docs" / "example_environment.py"
+GUESS = Path(__file__).parents[2] / "examples" / "number_game.py"
 SIZES = dict(
     vocab_size=VOCAB,
     hidden_size=32,

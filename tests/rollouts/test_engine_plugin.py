@@ -19,7 +19,7 @@ from paw.tools.reference import page
 
 FILE = Path(__file__).with_name("own_engine.py")
 SLOW = f"{FILE}:Slow"
-GUESS = f"{Path(__file__).parents[2]}/docs/example_environment.py:Guess"
+GUESS = f"{Path(__file__).parents[2]}/examples/number_game.py:Guess"
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from paw.tools.env_check.env_check import RULES, check
 from paw.tools.env_check.env_replay import Subject
 from paw.types import Outcome, Task
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "example_environment.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "number_game.py"
 Guess = import_file(str(EXAMPLE), "").Guess
 COUNTER = iter(range(10**6))
 

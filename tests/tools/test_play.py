@@ -19,7 +19,7 @@ from paw.tools.evaluate.played import load_played
 KEYS = ["feedback", "admissible", "won", "reward", "done"]
 TINY = {"env.name": "alfworld", "env.difficulty": "tiny"}
 
-EXAMPLE = f"{Path(__file__).parents[2] / 'docs' / 'example_environment.py'}:Guess"
+EXAMPLE = f"{Path(__file__).parents[2] / 'examples' / 'number_game.py'}:Guess"
 
 
 def talk(typed: str, *words: str, env: str = "alfworld", **overrides: str) -> str:

@@ -267,7 +267,7 @@ def test_random_episodes_keep_the_limits(live):
 
 
 def test_an_environment_without_games_to_leave_out_can_be_profiled():
-    example = Path(__file__).parents[2] / "docs" / "example_environment.py"
+    example = Path(__file__).parents[2] / "examples" / "number_game.py"
     keys = {"env.name": f"{example}:Guess", "model.path": "-"}
     assert load_played("own-environment", keys, {"env.data": "none"}).env.name == keys["env.name"]
     assert load_played(

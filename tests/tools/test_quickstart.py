@@ -24,6 +24,7 @@ from paw.errors import UserError
 from paw.rollouts.text.chat import Chat
 from paw.tools.warmup import quickstart, warmup
 from paw.tools.warmup.warmup import Muon, demonstrations, ensure_warm_model
+from paw.types import Reply, ToolCall
 
 SPECIAL = [quickstart.PAD, quickstart.USER, quickstart.ASSISTANT, quickstart.END]
 game_text = st.sampled_from([*corpus()[0][:30], *corpus()[2][:30], *sorted(corpus()[1])[:30]])
@@ -82,6 +83,29 @@ def test_every_action_is_one_token_and_the_same_in_prompt_and_response():
         listed = chat.prompt_ids(prompt)[-len(listed_actions) - 2 : -2]
         assert listed == [chat.response_ids(action)[0] for action in listed_actions]
     assert sum(len(chat.prompt_ids(prompt)) for prompt in prompts) / len(prompts) < 50
+
+
+def test_a_call_of_a_tool_is_one_token_and_is_read_again(tmp_path):
+    """Without vLLM's parsers, and as its conversation shows it."""
+    call = ToolCall("add", {"n": 5}, "call00000")
+    reply = Reply.of("", call)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    tokenizer = quickstart.build_tokenizer(["Reach 7."], {str(reply)}, ["2 left."])
+    quickstart.save(make_model(), tokenizer, tmp_path)
+    chat = Chat(AutoTokenizer.from_pretrained(tmp_path), tool_parser="transformers")
+    token, end = chat.response_ids(reply)
+    assert chat.end_ids == {end}
+    assert chat.reply(chat.decode([token], calls=True), tools).calls == [call]
+    broken = chat.reply("<tool_call>\n{", tools)
+    assert broken.problem.startswith("the call cannot be read")
+
+    question = {"role": "user", "content": "Reach 7."}
+    ids = chat.conversation_ids([question, reply.message(), call.answer("2 left.")], tools)
+    assert token in ids
+    assert tokenizer.decode(ids) == (
+        f"<|user|>add<|end|><|user|>Reach 7.<|end|><|assistant|>{reply}<|end|>"
+        "<|user|>2 left.<|end|><|assistant|>"
+    )
 
 
 def test_the_saved_folder_gives_the_same_ids_and_logits(tmp_path):

@@ -7,13 +7,17 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from jsonl import write_jsonl
 
+import paw
 from paw import cli
 from paw.errors import UserError
 from paw.rollouts.success import wilson
 from paw.tools.report.episodes import EpisodeIndex, embedded
+from paw.tools.report.live_plot import LivePlot
 from paw.tools.report.report import SECTIONS, write_report
 from paw.tools.report.rundir import load_run
 
@@ -256,3 +260,31 @@ def test_each_of_several_environments_has_its_pass_at_k(tmp_path):
     assert run.attempts_at(0) == {2: (0.5, (0.5, 0.5))}
     assert run.attempts_at(0, "a") == {2: (0.25, (0.1, 0.4))}
     assert "a: pass@k" in write_report(tmp_path).read_text()
+
+
+def test_a_plot_of_runs_is_drawn_as_they_go_on(tmp_path, monkeypatch):
+    """Outside of a notebook it is drawn when it is saved."""
+    with pytest.raises(UserError, match="draws nothing; name metrics"):
+        LivePlot()
+    plot = LivePlot("eval/success", "wm/loss")
+    for name in ("first", "second"):
+        run = SimpleNamespace(directory=tmp_path / name, ranks=SimpleNamespace(first=True))
+        plot.on_start(run)
+        empty = plot.png()
+        run.directory.mkdir()
+        lines = [{"step": step, "eval/success": 0.1 * step} for step in range(3)]
+        write_jsonl(run.directory / "metrics.jsonl", lines)
+        plot.on_update(run, {})
+        plot.on_end(run)
+        assert plot.png() != empty
+    assert plot.save(tmp_path / "plot.png").read_bytes() == plot.png()
+    with pytest.raises(UserError, match=r"cannot write .*nowhere"):
+        plot.save(tmp_path / "nowhere" / "plot.png")
+
+
+def test_a_metric_is_its_values_by_update(tmp_path):
+    lines = [{"step": 0, "eval/success": 0.25}, {"step": 1}, {"step": 2, "eval/success": 0.5}]
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
+    assert paw.metric(tmp_path, "eval/success") == {0: 0.25, 2: 0.5}
+    with pytest.raises(UserError, match="no metric 'eval/succes'; did you mean 'eval/success'"):
+        paw.metric(tmp_path, "eval/succes")

@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from functools import cached_property
 from typing import Any
 
 from paw.config import plugins
@@ -33,6 +34,8 @@ BRACES = r"(?:[^{}]|{(?:[^{}]|{[^{}]*})*})*"
 """Text with balanced braces, nested at most two levels deep."""
 FEW = 100
 """Possible answers are listed up to this many. The quickstart's warm-up tries some at random."""
+KNOWN = ("exact", "number")
+"""Values of env.score with which the right answers are those of the questions."""
 SPLITS = {"test": range(1), "warmup": range(1, 4), "train": range(4, 10)}
 """The last digits of problems' hashes, by split. So no problem is in two splits."""
 STEPS = ("one", "two", "three", "four")
@@ -169,10 +172,13 @@ class QuestionsFactory(EnvFactory):
         """Return the questions of a split. Raises UserError if there is no such split."""
         if self._set:
             if split == "warmup":
-                raise UserError(
-                    "model.path = 'quickstart' is warmed up on generated questions: "
-                    "leave env.data out"
-                )
+                if not self._choices:
+                    raise UserError(
+                        "model.path = 'quickstart' learns to choose among right answers of env.data: "
+                        f"there are more than {FEW}, or env.score is not exact or number; "
+                        "use a pretrained model"
+                    )
+                return self._set.training
             return self._set.evaluation if split == self.config.eval_split else self._set.training
 
         _check_generated_split(split)
@@ -188,7 +194,23 @@ class QuestionsFactory(EnvFactory):
         return Endless(task)
 
     def make(self) -> "QuestionsEnv":
-        return QuestionsEnv(self.config, self._judge)
+        return QuestionsEnv(self.config, self._judge, self._choices)
+
+    @cached_property
+    def _choices(self) -> list[str]:
+        """The right answers of all training questions, if they are known and few, else []."""
+        if not self._set:
+            largest = self.config.largest
+            return [str(n) for n in range(1, largest + 1)] if largest <= FEW else []
+        if self.config.score not in KNOWN:
+            return []
+
+        choices: set[str] = set()
+        for index in range(len(self._set.training)):
+            choices.update(answers(self._set.training[index].payload, self.config))
+            if len(choices) > FEW:
+                return []
+        return sorted(choices)
 
     def fingerprint(self) -> str:
         """Hash all questions in use. For generated ones, give their sizes and a hash of a few."""
@@ -236,10 +258,14 @@ class QuestionsEnv:
     task: str = ""
 
     def __init__(
-        self, config: QuestionsConfig, judge: Callable[[str, Row], tuple[float, str]]
+        self,
+        config: QuestionsConfig,
+        judge: Callable[[str, Row], tuple[float, str]],
+        choices: list[str],
     ) -> None:
         self.config = config
         self._judge = judge
+        self._choices = choices
         # Set by `reset`.
         self._row: Row = {}
         self._messages: list[dict[str, str]] = []
@@ -294,15 +320,13 @@ class QuestionsEnv:
         )
 
     def oracle(self) -> str:
-        if self.config.score not in ("exact", "number"):
+        if self.config.score not in KNOWN:
             raise NoOracleError(f"env.score = '{self.config.score}' does not say what is right")
         return self.format_action(answers(self._row, self.config)[0])
 
     def admissible_actions(self) -> list[str]:
-        """Return the possible answers of generated problems if there are few, else []."""
-        if self.config.data is not None or self.config.largest > FEW:
-            return []
-        return [str(n) for n in range(1, self.config.largest + 1)]
+        """Return the right answers of all training questions if they are few, else []."""
+        return self._choices
 
     def format_action(self, action: str) -> str:
         return self.config.format.replace(ANSWER, action)

@@ -231,6 +231,13 @@ def metric(
         return None
 
     figure, axes = _axes(size)
+    _draw_metric(axes, runs, key, label, percent=percent)
+    return figure
+
+
+def _draw_metric(
+    axes: Axes, runs: Sequence[Run], key: str, label: str, *, percent: bool = False
+) -> None:
     for index, run in enumerate(runs):
         if key not in run.metrics:
             continue
@@ -254,6 +261,21 @@ def metric(
         axes.set_ylim(max(low, -2), min(high, 102))
     if len(runs) > 1:
         legend(axes)
+
+
+@styled
+def panels(runs: Sequence[Run], keys: Sequence[str], size: Size) -> Figure:
+    """Draw each metric in axes of its own, side by side; `size` is that of one.
+
+    Metrics that no run has yet leave their axes empty.
+    """
+    width, height = size
+    figure = Figure((width * len(keys), height))
+    all_axes = figure.subplots(1, len(keys), squeeze=False)[0]
+    for axes, key in zip(all_axes, keys, strict=True):
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        percent = "success" in key
+        _draw_metric(axes, runs, key, f"{key} (%)" if percent else key, percent=percent)
     return figure
 
 

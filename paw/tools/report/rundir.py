@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paw.config.keys import flatten
-from paw.errors import UserError, masked
+from paw.errors import UserError, clean, masked, nearest
 from paw.io.files import json_object, text_of, update_of
 from paw.rundir.record import read_info
 from paw.tools.report.lines import LineFile
@@ -178,6 +178,19 @@ def _series_of_metrics(lines: list[dict[str, Any]]) -> dict[str, dict[int, float
             if key != "step" and is_number and abs(value) <= sys.float_info.max:
                 metrics.setdefault(key, {})[step] = float(value)
     return metrics
+
+
+def metric(run: str | Path, name: str) -> dict[int, float]:
+    """Return one metric by update, in order: `{0: 0.24, 20: 0.31}` for "eval/success".
+
+    Updates in which it was not measured, or was not a finite number, are absent. `run` is the
+    run's directory. The run may be in progress. Raises UserError if the run has no such metric.
+    """
+    by_name = load_run(Path(run)).metrics
+    if name not in by_name:
+        hint = nearest(name, by_name) or "docs/metrics.md has all names"
+        raise UserError(f"{run}: no metric '{clean(name)}'; {hint}")
+    return by_name[name]
 
 
 def metrics(run: str | Path) -> list[dict[str, Any]]:

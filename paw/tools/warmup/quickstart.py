@@ -22,12 +22,38 @@ USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
 END = "<|end|>"
 CHAT_TEMPLATE = (
+    "{% if tools %}<|user|>{% for tool in tools %}"
+    "{{ (' ' if loop.index0 else '') + tool['function']['name'] }}"
+    "{% endfor %}<|end|>{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|user|>' if message['role'] == 'user' else '<|assistant|>' }}"
-    "{{ message['content'] + '<|end|>' }}"
-    "{% endfor %}"
+    "{{ '<|assistant|>' if message['role'] == 'assistant' else '<|user|>' }}"
+    "{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\n' if loop.index0 or message['content'] else '' }}"
+    """{{ '<tool_call>\n{"name": "' + call['function']['name'] }}"""
+    """{{ '", "arguments": ' + call['function']['arguments'] | tojson }}"""
+    "{{ '}\n</tool_call>' }}"
+    "{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+"""A turn of the user shows the names of the tools. So small a model learns what they do by playing."""
+CALL = r"<tool_call>\n[^\n]*\n</tool_call>"
+"""Pattern of a call of a tool, as `Reply.of` writes it."""
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ASSISTANT,
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"content": "text"},
+    },
+}
+"""How transformers reads calls in an answer, so that no parser of vLLM's is needed."""
 ENTITY = r" ?[a-z]+ \d+"
 """Pattern of a numbered thing, "mug 1"."""
 LABEL = r"\n?[a-z]+:"
@@ -56,10 +82,14 @@ def build_tokenizer(
     """Build a lossless tokenizer. Its tokens are actions, numbered things, phrases, words and
     bytes.
 
-    `actions` are whole lines, each with the line break before it. Each must become one token.
+    `actions` that are whole lines, each with the line break before it, become one token each, and
+    so do calls of tools.
     """
     # The order matters, because the first pattern that matches at a position is used.
     patterns = []
+    has_calls = any(re.search(CALL, action) for action in actions)
+    if has_calls:
+        patterns.append(CALL)
     verbs = sorted({re.escape(action.split()[0]) for action in actions})
     if verbs:
         patterns.append(rf"\n(?:{'|'.join(verbs)})(?: [^\n]*)?(?![^\n])")  # a line with an action
@@ -70,7 +100,7 @@ def build_tokenizer(
 
     splitter = re.compile(pattern)
     pieces = set(actions)
-    for text in [*prompts, *observations]:
+    for text in [*prompts, *observations, *sorted(actions)]:
         pieces.update(splitter.findall(text))
     special = [PAD, USER, ASSISTANT, END]
     single_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -85,6 +115,8 @@ def build_tokenizer(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, clean_up_tokenization_spaces=False
     )
     fast.chat_template = CHAT_TEMPLATE
+    if has_calls:
+        fast.response_template = RESPONSE_TEMPLATE
     return fast
 
 

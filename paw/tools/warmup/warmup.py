@@ -28,7 +28,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from paw.config.sections import Config, WarmupConfig
 from paw.distributed.ranks import Ranks
+from paw.envs import make_factory
 from paw.envs.base import EnvFactory, warmup_tasks
+from paw.errors import to_stderr
 from paw.io.cache import cache_dir, ensure_cached
 from paw.model.policy import Policy
 from paw.rollouts.engines.transformers import TransformersEngine
@@ -68,6 +70,16 @@ The run's engine may be of another type, so none of its settings apply here.
 
 Report = Callable[[str], None]
 """Called with each line of progress."""
+
+
+def warmup(config: Config) -> Path:
+    """Return the folder of the model that `model.path = "quickstart"` starts from, made now unless
+    cached.
+
+    It can be the `model.path` of another configuration. Raises UserError if the environment has no
+    oracle to learn from.
+    """
+    return ensure_warm_model(config, make_factory(config), to_stderr)
 
 
 def ensure_warm_model(

@@ -1,14 +1,21 @@
-"""Guess a number, an environment in one file: paw train RECIPE --env.name docs/example_environment.py:Guess"""
+"""Guess a number: an environment alone, for the command line.
+
+    paw env check examples/number_game.py:Guess     # does it keep the rules that training needs?
+    paw play examples/number_game.py:Guess          # what the agent sees
+    paw train own-environment --env.name examples/number_game.py:Guess
+
+own_environment.py trains on another one from Python.
+"""
 
 import re
 
-from paw.types import Outcome, Task
+import paw
 
 
 class Guess:
     """One object plays one episode at a time. Every tenth task is held out for evaluation."""
 
-    tasks = [Task(f"guess {n}", payload=n) for n in range(1, 100)]
+    tasks = [paw.Task(f"guess {n}", payload=n) for n in range(1, 100)]
 
     def reset(self, task):
         self.secret = task.payload
@@ -23,7 +30,6 @@ class Guess:
         number = re.search(r"[0-9]{1,2}", response)
         guess = int(number[0]) if number else 0
         won = guess == self.secret
-
         if won:
             observation = "That is it."
         elif guess < self.secret:
@@ -32,17 +38,7 @@ class Guess:
         else:
             observation = f"It is less than {guess}."
             self.high = min(self.high, guess - 1)
-
-        return Outcome(
-            observation,
-            reward=float(won),
-            done=won,
-            won=won,
-            action=str(guess),
-            valid=number is not None,
-        )
-
-    # Optional: a warm-up model and `paw env check` play the oracle, `paw play` lists the actions.
+        return paw.Outcome(observation, float(won), won, won, action=str(guess), valid=bool(number))
 
     def oracle(self):
         return str((self.low + self.high) // 2)

@@ -1,0 +1,60 @@
+"""For programs that train with PaW: their command line, and their mistakes as one line.
+
+A program with a function `main` takes any key of the configuration, as the `paw` command does:
+
+    def main(words):
+        config = paw.load("quickstart", words, **{"env.name": MyGame})
+        print(paw.train(config))
+
+    if __name__ == "__main__":
+        paw.script(main)
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from paw.cli import exit_code, split_overrides
+from paw.errors import UserError, clean
+
+KEY = re.compile(r"[a-z_]+(\.\w[\w.-]*)+=")
+"""Start of an override without dashes, `optim.lr=1e-4`."""
+
+
+def script(main: Callable[[list[str]], object]) -> NoReturn:
+    """Call `main` with the words after the script's name, then end the process.
+
+    A UserError is one line on stderr and exit code 2, Ctrl-C is exit code 130; other exceptions
+    keep their traceback. `--help` prints the docstring of main's module instead.
+    """
+    words = sys.argv[1:]
+
+    def run() -> int:
+        if "--help" in words or "-h" in words:
+            print(inspect.cleandoc(sys.modules[main.__module__].__doc__ or ""))
+        else:
+            main(words)
+        return 0
+
+    sys.exit(exit_code(run))
+
+
+def overrides_of(words: Sequence[str]) -> dict[str, str]:
+    """Return the keys that the words of a command line set, with their texts.
+
+    Words are `--optim.lr 1e-4`, `--optim.lr=1e-4` or `optim.lr=1e-4`. Raises UserError if one is
+    none of these.
+
+    >>> overrides_of(["run.updates=2", "--optim.lr", "1e-4"])
+    {'run.updates': '2', 'optim.lr': '1e-4'}
+    """
+    options = [f"--{word}" if KEY.match(word) else word for word in words]
+    others, overrides = split_overrides(options)
+    if others:
+        raise UserError(
+            f"command line: '{clean(others[0])}' sets no key; "
+            "write --optim.lr 1e-4 or optim.lr=1e-4 (docs/keys.md has all keys)"
+        )
+    return overrides

@@ -1,0 +1,95 @@
+"""Metrics drawn while runs train, in the cell of a notebook that trains them."""
+
+import io
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paw.errors import UserError
+from paw.io.files import writing
+from paw.tools.report import plots
+from paw.tools.report.rundir import RunReader
+
+if TYPE_CHECKING:
+    from paw.run import Run
+
+PANEL = (3.7, 2.6)
+"""Width and height of a metric's axes, inches."""
+DPI = 110
+REDRAW_S = 1.0
+"""Least seconds between two drawings, which take some hundredths of one."""
+
+
+class LivePlot:
+    """A callback that draws metrics, each in axes of its own, as runs go on.
+
+    One object may be a callback of several runs, in turn: each has its curve. In a notebook the
+    drawing is in the output of the cell that trains. Elsewhere, `save` writes it.
+    """
+
+    def __init__(self, *metrics: str) -> None:
+        """`metrics` are names from docs/metrics.md.
+
+        Raises UserError if there are none.
+        """
+        if not metrics:
+            raise UserError(
+                'paw.LivePlot() draws nothing; name metrics: paw.LivePlot("success/all")'
+            )
+        self._metrics = metrics
+        self._readers: dict[Path, RunReader] = {}
+        self._display: Any = None
+        """IPython's handle of the output that is drawn anew; None outside of a notebook."""
+        self._cell = 0
+        """IPython's number of the cell that has that output."""
+        self._drawn = 0.0
+        """Monotonic time of the last drawing."""
+
+    def __repr__(self) -> str:
+        return f"LivePlot({', '.join(map(repr, self._metrics))})"
+
+    def on_start(self, run: "Run") -> None:
+        if run.ranks.first:
+            self._readers.setdefault(run.directory, RunReader(run.directory))
+            self._begin_output()
+
+    def on_update(self, run: "Run", metrics: dict[str, Any]) -> None:
+        if time.monotonic() - self._drawn > REDRAW_S:
+            self._draw()
+
+    def on_end(self, run: "Run") -> None:
+        self._draw()
+
+    def png(self) -> bytes:
+        """Return the drawing of all runs so far."""
+        runs = [reader.read() for reader in self._readers.values()]
+        buffer = io.BytesIO()
+        figure = plots.panels(runs, self._metrics, PANEL)
+        figure.savefig(buffer, format="png", dpi=DPI, facecolor="white")
+        return buffer.getvalue()
+
+    _repr_png_ = png  # IPython shows an object as what this returns
+
+    def save(self, file: str | Path) -> Path:
+        """Write the drawing to a PNG file, and return its path."""
+        path = Path(file)
+        with writing(str(path)):
+            path.write_bytes(self.png())
+        return path
+
+    def _begin_output(self) -> None:
+        """Begin an output in the running cell of a notebook, unless it has one."""
+        ipython = sys.modules.get("IPython")
+        shell = ipython.get_ipython() if ipython else None
+        if shell is None or shell.execution_count == self._cell:
+            return
+        from IPython.display import display
+
+        self._cell = shell.execution_count
+        self._display = display(self, display_id=True)
+
+    def _draw(self) -> None:
+        if self._display is not None:
+            self._display.update(self)
+            self._drawn = time.monotonic()
