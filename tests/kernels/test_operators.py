@@ -262,16 +262,16 @@ def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch, tmp_path):
 
 def test_a_library_of_other_sources_is_not_called(monkeypatch, tmp_path):
     """Its functions of the same name would take other arguments."""
-    library = tmp_path / "_cpu.so"
-    monkeypatch.setattr(_native, "_CPU_LIBRARY", library)
+    other = tmp_path / "other.so"
+    other.symlink_to(next(Path(torch.__file__).parent.glob("lib/libc10.*")))
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"not a library")
     why_not = _native.why_no_cpu_library.__wrapped__
 
-    library.symlink_to(next(Path(torch.__file__).parent.glob("lib/libc10.*")))
-    assert why_not() == f"{library} was built from other sources; rerun pip install -e ."
-
-    library.unlink()
-    library.write_bytes(b"not a library")
-    assert why_not().startswith(f"{library} does not load: ")
+    monkeypatch.setattr(_native, "_CPU_LIBRARY", other)
+    assert why_not() == f"{other} was built from other sources; rerun pip install -e ."
+    monkeypatch.setattr(_native, "_CPU_LIBRARY", broken)
+    assert why_not().startswith(f"{broken} does not load: ")
 
 
 def test_the_cpu_backend_is_the_one_in_use_here():
