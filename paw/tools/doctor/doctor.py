@@ -75,7 +75,7 @@ def _check_installation() -> int:
         if name in installed:
             print(f"  ok       {name} {metadata.version(name)}")
         else:
-            print(f"  MISSING  {name}: required; pip install -e .")
+            print(f"  MISSING  {name}: required; pip install paw-trainer")
     for module, (purpose, package) in EXTRAS.items():
         if module in installed and importlib.util.find_spec(module):
             print(f"  ok       {module} {metadata.version(installed[module][0])}: {purpose}")
