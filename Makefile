@@ -36,8 +36,8 @@ fast: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(VENV)/.test $(VENV)/.typed
-	$(VENV)/bin/ruff check paw kernels tests bench examples setup.py .ci/check_release
-	$(VENV)/bin/ruff format --check paw kernels tests bench examples setup.py .ci/check_release
+	$(VENV)/bin/ruff check paw kernels tests bench examples docs/site setup.py .ci/check_release
+	$(VENV)/bin/ruff format --check paw kernels tests bench examples docs/site setup.py .ci/check_release
 	$(VENV)/bin/lint-imports
 
 # pyright keeps nothing from one run to the next and takes most of the time of `lint`, so it runs if what it reads has
@@ -121,8 +121,8 @@ dist:  ## an sdist and a wheel in dist/, checked as an index would, and tried in
 soak: $(VENV)/.test  ## 200 updates under 60 faults at random moments; minutes to an hour
 	PAW_SOAK="200 60" $(PY) -m pytest -s tests/attack/test_soak.py $(ARGS)
 
-docs: $(VENV)/.test  ## the pages of docs/ as a site in build/site; a warning is an error
-	$(VENV)/bin/mkdocs build -q --strict
+docs: $(VENV)/.test  ## the site: open build/site/index.html; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build -q --strict
 
 lines: $(VENV)/.test  ## how long the core, each package and the tests are
 	$(PY) bench/lines.py

@@ -22,15 +22,18 @@ from typing import Literal
 PAGE_HEADING = """# Metrics
 
 <!-- written by `python -m paw.metric_list > docs/metrics.md` -->
-`metrics.jsonl` in the run directory has one JSON object for each update, with these keys and
-`step`. A metric that was not measured is absent, never 0. `<kind>` stands for the kinds of tasks
-that the environment has, `<environment>` for the labels of several `[[envs]]`, `<reward>` for those
-of several `[[rewards]]`, `<k>` for numbers of attempts. "line": shown on the line of progress,
-which also shows an evaluation as `eval 41.0% of 100 games`. "report": shown in the report's table.
+On this page you can look up what each number means that a run writes to `metrics.jsonl`, and where
+it is shown. The file has one JSON object for each update, with these keys and `step`. A metric that
+was not measured is absent, never 0.
 
-With several ranks, "same" metrics are computed on every rank from the data of all of them,
-"sum" means that the ranks' parts are added up (before dividing, for a share or a mean),
-and "first" that rank 0 reports its own.
+- In names, `<kind>` stands for the kinds of tasks that the environment has, `<environment>` for the
+  labels of several `[[envs]]`, `<reward>` for those of several `[[rewards]]`, and `<k>` for numbers
+  of attempts.
+- Shown: "line" is the line of progress, which also shows an evaluation as `eval 41.0% of 100
+  games`; "report" is the report's table.
+- Ranks, if there are several: "same" metrics are computed on every rank from the data of all;
+  for "sum" the ranks' parts are added up (before dividing, for a share or a mean); for "first"
+  rank 0 reports its own.
 """
 
 

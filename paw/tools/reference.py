@@ -21,8 +21,9 @@ from paw.config.values import Only, Section
 HEADING = """# Keys
 
 <!-- written by `paw keys > docs/keys.md` -->
-Every key of a recipe, and so of the command line: `[optim]` `lr = 5e-4`, or `--optim.lr 5e-4`.
-`paw train RECIPE --dry-run` prints them with the recipe's values."""
+On this page you can look up every key of a recipe: what it takes, its default and what it means.
+In a file it is `lr = 5e-4` in `[optim]`, on the command line `--optim.lr 5e-4`.
+`paw train RECIPE --dry-run` prints all of them with the recipe's values."""
 
 
 def run(options: argparse.Namespace, _: object) -> int:

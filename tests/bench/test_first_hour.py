@@ -5,13 +5,16 @@ import csv
 import importlib
 import json
 import os
+import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 from forked import CONTEXT
 
+from paw.cli import main
 from paw.config.recipe import load
 
 first_hour, parts_module = (
@@ -221,3 +224,36 @@ def test_an_update_on_a_cpu_fills_its_row(tmp_path, monkeypatch):
     by_measure = {row.measure: row.value for row in rows}
     tokens = 64 * (96 + 32 + 8 + 4 + 4)
     assert by_measure["tokens"] * by_measure["update"] == pytest.approx(tokens)
+
+
+def test_the_page_says_what_the_plans_of_its_runs_predict(tmp_path, monkeypatch, capsys):
+    page = first_hour.PAGE.read_text(encoding="utf-8")
+    commands = re.findall(r"^paw (plan .*?[^\\])$", page.replace("\\\n", ""), flags=re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    assert len(commands) == 2
+    for step, command in enumerate(commands, 4):
+        seconds = []
+        for card in ("24GB", "80GB"):
+            assert main(shlex.split(command.replace("24GB", card))) == 0
+            predicted = re.search(
+                r"^(\d+) s an update", capsys.readouterr().out, flags=re.MULTILINE
+            )
+            assert predicted
+            seconds.append(int(predicted[1]))
+        config = load(shlex.split(command)[-1])
+        minutes = [round(config.run.updates * value / 60) for value in seconds]
+        assert f"| {seconds[0]} / {seconds[1]} | {minutes[0]} / {minutes[1]} |" in page
+        assert re.search(rf"^paw train {shlex.split(command)[-1]}$", page, flags=re.MULTILINE)
+        assert f"[{step}. " in page
+
+
+def test_the_page_says_when_each_part_is_stopped():
+    page = first_hour.PAGE.read_text(encoding="utf-8")
+    for part in parts_module.parts():
+        name = part.name.partition(" of ")[0].partition(",")[0]
+        name = "server" if "server" in part.name else name
+        row = re.search(
+            rf"^\| {name}(?:, six cases)? \| .* \| (\d+)(?: each)? \|$", page, re.MULTILINE
+        )
+        assert row and int(row[1]) == part.minutes, part.name
+    assert len(parts_module.UPDATE_KEYS) == 6

@@ -153,6 +153,18 @@ def readme() -> Iterator[str]:
         yield f"half the engine steps, {faster:.1f} times the speed"
 
 
+def landing() -> Iterator[str]:
+    """The landing page of the site."""
+    _, _, time = profiled("profile_cpu_synthetic")
+    yield f"adds {time} to the time of an update"
+    trl = trl_steps("bfloat16")[1]["TRL, completions only"]
+    times = f"{trl['seconds / GRPO']:.2f} times the time and {trl['peak_gib / GRPO']:.2f} times the memory"
+    yield f"TRL 1.16 needs {times}"
+    difference = differences("experiment_compare", "paw")
+    yield f"PaW less GRPO, ten seeds: {points(difference, sign=True)} points"
+    assert len(by_seed(read("experiment_compare"), "paw", "after")) == 10
+
+
 def readme_quickstart() -> Iterator[str]:
     curves = exact(read("quickstart"))
     pairs = cooler("quickstart")
@@ -853,6 +865,7 @@ def examples() -> Iterator[str]:
 
 PAGES = {
     "README.md": readme,
+    "docs/index.md": landing,
     "docs/environments.md": environments,
     "docs/examples.md": examples,
     "docs/experiments.md": experiments,
