@@ -41,7 +41,10 @@ VARIANTS = {
     "gce": (f"{PAW} wm.loss=gce", "generalised cross-entropy"),
     "constant": (f"{PAW} wm.weight=1.0", "lambda = 1 whatever the rewards, as in Table 4"),
     "unselected": (f"{PAW} wm.alpha=1.0", "every turn a target, no selection by entropy"),
-    "echo": (f"{PAW} wm.loss=ce wm.weight=1.0 wm.alpha=1.0", "ECHO (arXiv 2605.24517)"),
+    "echo": (
+        f"{PAW} wm.loss=ce wm.weight=0.05 wm.alpha=1.0",
+        "ECHO (arXiv 2605.24517), with the weight of its public code",
+    ),
     "scaled": (f"{PAW} wm.scale=10", "PaW's term ten times as large"),
     "dedup": (f"{PAW} wm.dedup=true", "identical turns predicted once"),
     **{
