@@ -21,7 +21,13 @@ from paw import cli
 from paw.config.recipe import recipe_names
 
 ROOT = Path(__file__).parents[2]
-FUNCTIONS = ("evaluate", "export", "load", "metrics", "plan", "rollout", "sft", "train")
+FUNCTIONS = (
+    "evaluate", "export", "load", "metric", "metrics", "plan", "rollout", "script", "sft", "smollm2",
+    "train", "warmup",
+)  # fmt: skip
+CLASSES = (
+    "Config", "Conversation", "LivePlot", "Outcome", "Reply", "Task", "ToolCall", "UserError",
+)  # fmt: skip
 
 TALKATIVE = """
 from paw.types import Outcome, Task
@@ -95,7 +101,10 @@ def test_help_of_the_functions_shows_what_they_take():
     help_text = pydoc.plain(pydoc.render_doc(paw.train))
     assert "function train in module paw.tools.train.train" in help_text
     assert "resume: str = ''" in help_text
-    assert set(paw.__all__) == {*FUNCTIONS, "Config"}
+    for name in CLASSES:
+        assert inspect.isclass(getattr(paw, name))
+        assert getattr(paw, name).__doc__
+    assert set(paw.__all__) == {*FUNCTIONS, *CLASSES}
     assert set(paw.__all__) <= set(dir(paw))
 
 

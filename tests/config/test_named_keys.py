@@ -21,6 +21,7 @@ OTHER = {
     "env.simulator", "model.chat_template_kwargs.enable_thinking",
     "run.json", "run.py", "model.safetensors", "rewards.py",
     "envs.household.share", "rewards.brief.weight",  # keys of entries, by label
+    "run.step",  # a member of a Run, in the lines of the loop on the landing page
     "envs.agent", "envs.rewards", "envs.household.agent.type", "envs.tools.rewards.judge.weight",
 }  # fmt: skip
 
