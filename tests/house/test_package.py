@@ -110,6 +110,7 @@ def test_the_wheel_holds_the_packages_and_fits_every_python(package):
     assert "License-File: paw/envs/alfworld/data/NOTICE" in text
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_wheel_in_a_new_environment_trains(
     package: Package, tmp_path: Path, paw_env: dict[str, str], quick: dict[str, Any]
