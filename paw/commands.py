@@ -477,7 +477,9 @@ def _doctor(parser: argparse.ArgumentParser) -> Command:
         metavar="PATH",
         help="model folder or Hugging Face name: report whether it can be trained",
     )
-    parser.add_argument("--json", action="store_true", help="with --model: as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object (not with --kernels)"
+    )
     parser.add_argument(
         "--kernels",
         action="store_true",

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,7 @@ MISTAKES = [
     (["rollout", "nowhere", "--recipe", "quickstart", "--tasks", "0"], "--tasks 0"),
     (["report", "nowhere"], "nowhere: no such run directory"),
     (["report", "."], "no metrics.jsonl in it"),
+    (["doctor", "--kernels", "--json"], "prints no JSON; leave --json out"),
     (["doctor", "--fix"], "unknown option '--fix'"),
     (["doctor", "--kernel"], "unknown option '--kernel'"),  # half a word is not the whole one
     (["experiment", "compare", "quickstart", "--report"], "unknown option '--report'"),
@@ -230,6 +232,10 @@ def test_doctor_says_what_is_here_and_inspects_a_model(paw_here, tiny_llm, tmp_p
     assert result.stdout.startswith(f"paw {__version__}, Python ")
     assert "  ok       torch " in result.stdout
     assert result.stdout.endswith("ready: paw train quickstart\n")
+    report = json.loads(paw_here("doctor", "--json").stdout)
+    assert report["paw"] == __version__
+    assert report["ready"]
+    assert {"state": "ok", "text": f"torch {metadata.version('torch')}"} in report["checks"]
     model = tiny_llm(tmp_path / "m", "qwen3")
     result = paw_here("doctor", "--model", model)
     assert re.search(

@@ -18,7 +18,7 @@ from paw.envs.terminal.prompt import CompactStyle, PaperStyle, shown
 from paw.envs.terminal.sandbox import Folder, Limits, Result, Shell, open_shell
 from paw.envs.terminal.settings import TerminalConfig
 from paw.errors import EnvironmentFailure, NoOracleError, UserError
-from paw.tools.doctor.doctor import _sandbox_line
+from paw.tools.doctor.doctor import _sandbox
 
 needs_bubblewrap = pytest.mark.skipif(
     sandbox.problem() != "", reason=f"no sandbox here: {sandbox.problem()}"
@@ -554,7 +554,7 @@ def test_executable_files_stay_executable(tmp_path):
 
 def test_without_a_sandbox_the_fix_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "there is no bwrap here; install bubblewrap" in _sandbox_line()
+    assert "there is no bwrap here; install bubblewrap" in _sandbox().text
     with pytest.raises(UserError, match=r"no bwrap here; install bubblewrap.*env\.container"):
         TerminalFactory(terminal())
 

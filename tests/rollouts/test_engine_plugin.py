@@ -14,7 +14,7 @@ from paw.config.recipe import load
 from paw.errors import UserError
 from paw.model.policy import Policy
 from paw.rollouts.engines import find_engine, make_engine
-from paw.tools.doctor.doctor import _engine_line
+from paw.tools.doctor.doctor import _engine
 from paw.tools.reference import page
 
 FILE = Path(__file__).with_name("own_engine.py")
@@ -75,7 +75,7 @@ def test_one_of_ours_needs_a_module_and_a_name(monkeypatch, paw_here):
     assert (engine.type, engine.settings()) == ("slow", {"at_once": 2})
     assert plan("slow").seconds == plan(SLOW).seconds
     assert "| `engine.at_once` |" in page()
-    assert _engine_line("slow", {}).endswith("on the trainer's device; gives log-probs, entropies")
+    assert _engine("slow", {}).text.endswith("on the trainer's device; gives log-probs, entropies")
 
 
 def test_a_subclass_of_one_of_ours_has_its_settings():

@@ -6,6 +6,7 @@ need torch, so they are in their own modules.
 
 import argparse
 import importlib.util
+import json
 import platform
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from paw.envs.terminal import sandbox
 from paw.errors import UserError
 from paw.rollouts.engines import find_engine
 from paw.rollouts.engines.base import Engine
+from paw.tools.doctor.check import Check
 from paw.version import __version__
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
@@ -53,9 +55,12 @@ EXTRAS = {
 def run(options: argparse.Namespace, _: object) -> int:
     """Check the kernels with --kernels, a model with --model, else the installation.
 
-    Returns 0 if all is well, 1 if something required is missing or wrong.
+    Returns 0 if all is well, 1 if something required is missing or wrong. Raises UserError for
+    options that do not go together.
     """
     if options.kernels:
+        if options.json:
+            raise UserError("paw doctor --kernels prints no JSON; leave --json out")
         from paw.tools.doctor import kernels  # loads torch
 
         return kernels.check(options.shape, options.model)
@@ -63,55 +68,81 @@ def run(options: argparse.Namespace, _: object) -> int:
         from paw.tools.doctor import model  # loads torch
 
         return model.run(options.model, as_json=options.json)
-    return _check_installation()
+    return _check_installation(as_json=options.json)
 
 
-def _check_installation() -> int:
+def _check_installation(*, as_json: bool) -> int:
     """Print what is installed. Returns 0 if training can start, 1 if a requirement is missing."""
-    print(f"paw {__version__}, Python {platform.python_version()} ({sys.executable})")
     installed = metadata.packages_distributions()
-    complete = installed.keys() >= set(REQUIRED)
+    is_ready = installed.keys() >= set(REQUIRED)
+    checks = [*_required(installed), *_extras(installed), _sandbox()]
+    checks += [_engine(name, installed) for name in plugins.names("engines")]
+    if is_ready:
+        from paw.tools.doctor.device import device_checks  # loads torch, if it is there
+
+        checks += device_checks()
+
+    if as_json:
+        report = {
+            "paw": __version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "ready": is_ready,
+            "checks": [check._asdict() for check in checks],
+        }
+        print(json.dumps(report, indent=1))
+        return 0 if is_ready else 1
+    print(f"paw {__version__}, Python {platform.python_version()} ({sys.executable})")
+    for check in checks:
+        print(check.line())
+    if is_ready:
+        print("ready: paw train quickstart")
+    return 0 if is_ready else 1
+
+
+def _required(installed: Mapping[str, list[str]]) -> list[Check]:
+    """Check what every run needs. `installed` has package names by module."""
+    checks: list[Check] = []
     for name in REQUIRED:
         if name in installed:
-            print(f"  ok       {name} {metadata.version(name)}")
+            checks.append(Check("ok", f"{name} {metadata.version(name)}"))
         else:
-            print(f"  MISSING  {name}: required; pip install paw-trainer")
+            checks.append(Check("missing", f"{name}: required; pip install paw-trainer"))
+    return checks
+
+
+def _extras(installed: Mapping[str, list[str]]) -> list[Check]:
+    """Check the libraries of the extras."""
+    checks: list[Check] = []
     for module, (purpose, package) in EXTRAS.items():
         if module in installed and importlib.util.find_spec(module):
-            print(f"  ok       {module} {metadata.version(installed[module][0])}: {purpose}")
+            version = metadata.version(installed[module][0])
+            checks.append(Check("ok", f"{module} {version}: {purpose}"))
         else:
-            print(f"  -        {module}: {purpose}; pip install {package}")
-    print(_sandbox_line())
-    for name in plugins.names("engines"):
-        print(_engine_line(name, installed))
-    if complete:
-        from paw.tools.doctor.device import print_device  # loads torch, if it is there
-
-        print_device()
-        print("ready: paw train quickstart")
-    return 0 if complete else 1
+            checks.append(Check("absent", f"{module}: {purpose}; pip install {package}"))
+    return checks
 
 
-def _sandbox_line() -> str:
-    """Say whether the terminal can be played here."""
+def _sandbox() -> Check:
+    """Check whether the terminal can be played here."""
     problem = sandbox.problem()
     if problem:
-        return f"  -        bubblewrap: env.name = 'terminal'; {problem}; {sandbox.FIX}"
-    return "  ok       bubblewrap: env.name = 'terminal'; a sandbox starts here"
+        return Check("absent", f"bubblewrap: env.name = 'terminal'; {problem}; {sandbox.FIX}")
+    return Check("ok", "bubblewrap: env.name = 'terminal'; a sandbox starts here")
 
 
-def _engine_line(name: str, installed: Mapping[str, list[str]]) -> str:
-    """Say what an engine can do or needs. `installed` has package names by module."""
+def _engine(name: str, installed: Mapping[str, list[str]]) -> Check:
+    """Check what an engine can do or needs."""
     try:
         engine_type = find_engine(name)
     except UserError as error:
-        return f"  -        {error}"
+        return Check("absent", str(error))
     versions = []
     for module, package in engine_type.requires.items():
         if module not in installed or not importlib.util.find_spec(module):
-            return f"  -        engine {name}: needs {module}; pip install {package}"
+            return Check("absent", f"engine {name}: needs {module}; pip install {package}")
         versions.append(f" ({module} {metadata.version(installed[module][0])})")
-    return f"  ok       engine {name}{''.join(versions)}: {_abilities(engine_type)}"
+    return Check("ok", f"engine {name}{''.join(versions)}: {_abilities(engine_type)}")
 
 
 def _abilities(engine_type: type[Engine]) -> str:
