@@ -7,6 +7,8 @@ the tag "parameters". Needs IPython: pip install 'paw-trainer[test]'.
 import base64
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,26 @@ def run_notebook(path: Path, words: list[str]) -> tuple[dict[str, Any], dict[str
     Raises the first error of a cell.
     """
     notebook = json.loads(path.read_text(encoding="utf-8"))
+    with _new_shell() as shell:
+        _run_cells(shell, notebook["cells"], words)
+        return notebook, dict(shell.user_ns)
+
+
+@contextmanager
+def _new_shell() -> Iterator[InteractiveShell]:
+    """Make a shell that leaves this process as it was: it takes the place of `__main__`."""
+    main_module = sys.modules["__main__"]
     without_history = Config({"HistoryManager": {"enabled": False}})
-    shell = InteractiveShell.instance(config=without_history)
-    shell.reset()
+    try:
+        yield InteractiveShell.instance(config=without_history)
+    finally:
+        InteractiveShell.clear_instance()
+        sys.modules["__main__"] = main_module
+
+
+def _run_cells(shell: InteractiveShell, cells: list[Cell], words: list[str]) -> None:
     count = 0
-    for cell in notebook["cells"]:
+    for cell in cells:
         if cell["cell_type"] != "code":
             continue
         count += 1
@@ -40,7 +57,6 @@ def run_notebook(path: Path, words: list[str]) -> tuple[dict[str, Any], dict[str
         cell["outputs"] = _text_output(captured.stdout) + _displayed(captured.outputs)
         if "parameters" in cell["metadata"].get("tags", []):
             shell.push({"words": words})
-    return notebook, dict(shell.user_ns)
 
 
 def _text_output(text: str) -> list[Output]:

@@ -5,6 +5,7 @@ Those that do: test_openenv.py, test_vllm_server.py, envs/test_verifiers.py.
 
 import json
 import re
+import sys
 
 import pytest
 from jsonl import read_jsonl
@@ -77,6 +78,7 @@ def test_the_notebook_runs(paw_env, tmp_path, monkeypatch):
             outputs = cell.get("outputs", [])
             if plots := [output for output in outputs if "image/png" in output.get("data", {})]:
                 with_plots.append(("".join(cell["source"]), len(plots)))
+    assert hasattr(sys.modules["__main__"], "__spec__")  # multiprocessing reads it
     training_cell, count = with_plots[0]
     assert "paw.train(" in training_cell
     assert count == 1
