@@ -70,6 +70,8 @@ QUICK = {
 
 TOGETHER = ("test_smollm2.py", "test_vllm_engine.py", "test_vllm_server.py", "test_vllm_train.py")
 """Files that run in one process: they import vLLM there, which takes twenty seconds of a core."""
+SLOW_BESIDE_VLLM = ("test_profile.py",)
+"""Files whose tests take three times as long in a process that has imported vLLM."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -88,10 +90,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(trylast=True)  # attack/conftest.py marks its tests before
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first: the files that import vLLM, then those with slow tests. The
-    short files at the end keep all workers busy to the last."""
+    """What takes longest comes first: the files that import vLLM, then, in another process, those
+    that it would slow down, then the rest of those with slow tests. The short files at the end keep
+    all workers busy to the last."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path.name not in TOGETHER, item.path not in slow))
+
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        name = item.path.name
+        return name not in TOGETHER, name not in SLOW_BESIDE_VLLM, item.path not in slow
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish() -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
     [
         ("webshop", "see:\nshop", 4),
         ("search", "did:\nsearch", 40),
-        ("maths", "wrong. Try again.", 4),
+        pytest.param("maths", "wrong. Try again.", 4, marks=pytest.mark.long),
     ],
 )
 def test_an_environment_trains_with_paw(paw, quick, tmp_path, name, words, steps):

@@ -216,6 +216,7 @@ COMBINED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_compiled_layers_pass_with_everything_they_are_combined_with(monkeypatch, model_folder):
     """With a compiler back end that generates no code, as in test_patches.py."""
