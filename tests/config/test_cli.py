@@ -90,7 +90,10 @@ print(*(name for name in sys.modules if name.startswith("paw.")))
     assert not loaded, result.stderr
     assert {*our_modules.split()} == {
         "paw.cli",
+        "paw.commands",
         "paw.errors",
+        "paw.io",
+        "paw.io.imports",
         "paw.processes",
         "paw.processes.lifeline",
         "paw.processes.watcher",
