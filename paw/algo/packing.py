@@ -65,9 +65,10 @@ class Packing:
     """The way sequences are divided into micro-batches, and the ranks that share them.
 
     A run makes it once (`of`), in `paw.build`. The models of a run have the same layers and so
-    share the packing. To add a way of cutting, write a function beside those below and choose it in
-    `cut`. A setting for it is a key in `paw.config.sections.OptimConfig`, a member of
-    `BatchSettings`, and a field here, which `of` fills.
+    share the packing. To add a way of packing, write a function beside those below and choose it in
+    `cut`, and in `cut_clusters` if it also suits sequences that share prefixes. A setting for it is
+    a key in `paw.config.sections.OptimConfig`, a member of `BatchSettings`, and a field here, which
+    `of` fills.
     """
 
     budget: int
