@@ -159,7 +159,7 @@ MISTAKES = [
     (["eval", "."], "--recipe"),
     (
         ["eval", "nowhere"],
-        "nowhere is not a folder; if it is a model of the hub, say what it plays with --recipe",
+        "nowhere is not a folder; if it is a model on the hub, name its environment with --recipe",
     ),
     (["eval", ".", "--recipe", "quickstart"], "model.path = '.'"),
     (["rollout", "nowhere", "--recipe", "quickstart", "--tasks", "0"], "--tasks 0"),
