@@ -26,11 +26,11 @@ Rounding puts few tokens beyond it, wrong weights put many.
 """
 
 CAUSES = (
-    "each token's log_softmax(logits / temperature) over the full vocabulary was compared, or its "
-    "entropy, not the parameters themselves. In an engine of your own, look at three things: `sync` "
-    "copies every tensor into the parameter of that name, also a head that is tied to the "
-    "embedding; it drops cached keys and values of older weights; `logp` and `entropy` are those "
-    "of the request's temperature, without top-p or top-k (docs/bring-your-own.md)"
+    "this compares each token's log_softmax(logits / temperature) over the full vocabulary, or its "
+    "entropy, not the parameters themselves. In an engine of your own, check three things: `sync` "
+    "copies every tensor into the parameter of that name, including a head that is tied to the "
+    "embedding; it drops cached keys and values of older weights; `logp` and `entropy` are at the "
+    "request's temperature, without top-p or top-k (docs/bring-your-own.md)"
 )
 """What may be wrong with an engine in this process."""
 SERVER_CAUSES = (
