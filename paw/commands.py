@@ -352,7 +352,7 @@ def _view(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen at; another one lets other machines read the runs "
+        help="address to listen on; another one lets other machines read the runs "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -509,7 +509,7 @@ def _add_environment(parser: argparse.ArgumentParser) -> None:
 
 def _add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at (default: %(default)s)"
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
     )
     parser.add_argument(
         "--port", type=int, default=8000, help="port; 0 picks a free one (default: %(default)s)"
@@ -565,7 +565,7 @@ COMMANDS = {
         "write a checkpoint of a run in Hugging Face format", _export, takes_overrides=False
     ),
     "warmup": Command("make the quickstart model of a recipe (cached)", _warmup),
-    "env": Command("check that an environment keeps the rules of the protocol", _env),
+    "env": Command("check that an environment follows the rules of the protocol", _env),
     "data": Command(
         "say where an environment's files are, check them, or generate some; make a small model",
         _data,
