@@ -1,6 +1,6 @@
 """Guess a number: an environment alone, for the command line.
 
-    paw env check examples/number_game.py:Guess     # does it keep the rules that training needs?
+    paw env check examples/number_game.py:Guess     # does it follow the rules that training needs?
     paw play examples/number_game.py:Guess          # what the agent sees
     paw train own-environment --env.name examples/number_game.py:Guess
 

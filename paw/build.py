@@ -51,8 +51,8 @@ class Preparation:
 
     start_model: Callable[[Path | None, Config, Callable[[str], None], Ranks], str]
     """(directory of a run to resume, configuration, message, ranks) -> the model's folder, or its
-    Hugging Face name. All ranks call it, and get what it is on the first. `message` is called with
-    each line of progress."""
+    Hugging Face name. All ranks call it, and all get the result of the first. `message` is called
+    with each line of progress."""
     check_memory: Callable[[Config, torch.device, Ranks], None]
     """Raises UserError if model and optimizer cannot fit this machine."""
 

@@ -1,7 +1,7 @@
 """The command line: `paw train | eval | rollout | ...`, see `paw --help`.
 
-The modules of a command are imported only when it runs, so that `paw --help` is quick. A user's
-mistake prints one line on stderr and exits with code 2.
+`paw.commands` has the table of commands. A user's mistake prints one line on stderr and exits with
+code 2.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from paw.commands import COMMANDS
 from paw.errors import LINE_CHARS, UserError, clean, short_repr, to_stderr
 from paw.processes import watcher
 from paw.processes.lifeline import end_tool_servers
@@ -30,32 +31,6 @@ SHORT_OPTIONS = {
     "--model": "endpoint.model",
 }
 """Short options, each for a key of the configuration."""
-OWN_MODEL_OPTION = ("rwml", "plan", "doctor")
-"""Commands with an option --model of their own."""
-COMMANDS = {
-    "train": "train a recipe and write a run directory with a report",
-    "eval": "play held-out games with a model or a run and print success with its interval",
-    "rollout": "play episodes and write every turn as JSON lines",
-    "profile": "time and memory of an update with and without the world model",
-    "plan": "predict memory and time, and find settings that fit",
-    "experiment": "compare variants over seeds, as the tables of the paper do",
-    "sft": "fine-tune a model on expert play of an environment or on recorded episodes",
-    "rwml": "world-model learning by RL: "
-    "collect triplets, filter out easy ones, or fine-tune on them",
-    "play": "play a game in the terminal and see what the agent sees",
-    "report": "write report.html and plots of one run, or of several to compare",
-    "view": "show runs in a browser, live while they go on",
-    "serve": "serve a corpus to search, an environment to OpenEnv's clients, "
-    "or a model to agents, whose sessions are recorded",
-    "export": "write a checkpoint of a run in Hugging Face format",
-    "warmup": "make the quickstart model of a recipe (cached)",
-    "env": "check that an environment keeps the rules of the protocol",
-    "data": "say where an environment's files are, check them, or generate some; "
-    "make a small model",
-    "keys": "print the reference of all keys (docs/keys.md)",
-    "doctor": "say what is installed and what is missing, inspect a model, "
-    "or check and time the kernels",
-}
 VARIABLES = {
     # No library sends usage reports.
     "VLLM_NO_USAGE_STATS": "1",
@@ -112,11 +87,10 @@ def _set_variables() -> None:
 def _run(arguments: list[str]) -> int:
     words, overrides = split_overrides(arguments)
     options, unknown_words = _parser(words).parse_known_args(words)
-    takes_overrides = getattr(options, "overrides", True)
-    if overrides and not takes_overrides:
+    if overrides and not options.overrides:
         unknown_words = [f"--{key}" for key in overrides]
     if unknown_words:
-        raise UserError(f"command line: {_unknown(unknown_words[0], takes_overrides)}")
+        raise UserError(f"command line: {_unknown(unknown_words[0], options.overrides)}")
 
     # The handler of `paw.__main__` exits at once. Only training keeps it, until it has started.
     usual_handlers = (signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler)
@@ -172,14 +146,17 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"paw {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    for name, description in COMMANDS.items():
-        command = commands.add_parser(
-            name, help=description, description=description, epilog=OVERRIDES
+    for name, command in COMMANDS.items():
+        command_parser = commands.add_parser(
+            name,
+            help=command.description,
+            description=command.description,
+            epilog=OVERRIDES if command.takes_overrides else None,
         )
         if words[:1] == [name]:
-            from paw.commands import add_arguments  # loads pydantic
-
-            command.set_defaults(command=add_arguments(name, command))
+            command_parser.set_defaults(
+                command=command.add_arguments(command_parser), overrides=command.takes_overrides
+            )
     return parser
 
 
@@ -202,7 +179,8 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], Overrides]:
     """
     others: list[str] = []
     overrides: Overrides = {}
-    has_own_model = bool(arguments) and arguments[0] in OWN_MODEL_OPTION
+    command = COMMANDS.get(arguments[0]) if arguments else None
+    has_own_model = command is not None and command.has_model_option
     remaining = iter(arguments)
     for argument in remaining:
         option, equals, value = argument.partition("=")

@@ -1,7 +1,8 @@
-"""The arguments of each command, and the function that runs it.
+"""The table of commands: a description of each, its arguments and the function that runs it.
 
-A module that runs a command is imported when the command runs: some import torch, which takes
-seconds. `paw --help` does not import this module.
+`paw --help` imports this module, which therefore loads nothing but the standard library. Functions
+that add arguments may load pydantic, but not torch, which takes seconds. The module that runs a
+command is imported when the command runs.
 """
 
 import argparse
@@ -9,41 +10,39 @@ import importlib
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from paw.config.recipe import load, recipe_names
-from paw.envs import make_factory
-from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.io.imports import no_collections
-from paw.tools.experiment.runs import VARIANTS, parse_seeds
-from paw.tools.plan.fit import BASE
 
 Overrides = dict[str, str]
-Command = Callable[[argparse.Namespace, Overrides], int]
-WITHOUT_OVERRIDES = {"report", "view", "export", "data", "doctor", "keys"}
-"""Commands for which no key of the configuration can be set."""
+Run = Callable[[argparse.Namespace, Overrides], int]
+"""(options, overrides) -> exit code."""
 RECIPE = "name of a packaged recipe, or a .toml file"
 
 
-def add_arguments(name: str, parser: argparse.ArgumentParser) -> Command:
-    """Add the arguments of a command to its parser; returns the function that runs the command."""
-    if name in WITHOUT_OVERRIDES:
-        parser.epilog = None
-        parser.set_defaults(overrides=False)
-    return ADD_ARGUMENTS[name](parser)
+class Command(NamedTuple):
+    description: str
+    """A line for `paw --help`."""
+    add_arguments: Callable[[argparse.ArgumentParser], Run]
+    """Adds the command's arguments to its parser and returns the function that runs the command."""
+    takes_overrides: bool = True
+    """Whether keys of the configuration can be set, such as --optim.lr 5e-4."""
+    has_model_option: bool = False
+    """Whether --model is an option of its own. Otherwise it is short for --endpoint.model."""
 
 
-def _run_of(module: str) -> Command:
+def _run_of(module: str) -> Run:
     """Return a module's function `run(options, overrides)`. Its first call imports the module."""
 
     def run(options: argparse.Namespace, overrides: Overrides) -> int:
         with no_collections():
-            command = importlib.import_module(module)
-        return command.run(options, overrides)
+            command_module = importlib.import_module(module)
+        return command_module.run(options, overrides)
 
     return run
 
 
-def _train(parser: argparse.ArgumentParser) -> Command:
+def _train(parser: argparse.ArgumentParser) -> Run:
     parser.epilog = f"{parser.epilog}\n\n{_train_epilog()}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("recipe", help=RECIPE)
@@ -71,6 +70,8 @@ def _train(parser: argparse.ArgumentParser) -> Command:
 
 def _train_epilog() -> str:
     """Explain how to name an environment of your own, and list all recipes."""
+    from paw.config.recipe import recipe_names  # loads pydantic
+
     names = textwrap.fill(
         "  ".join(recipe_names()),
         width=100,
@@ -84,7 +85,7 @@ def _train_epilog() -> str:
     )
 
 
-def _eval(parser: argparse.ArgumentParser) -> Command:
+def _eval(parser: argparse.ArgumentParser) -> Run:
     parser.epilog = (
         "an agent plays: --agent TYPE --env NAME --endpoint URL --model NAME (short for "
         f"--agent.type --env.name --endpoint.url --endpoint.model); {parser.epilog}"
@@ -106,7 +107,7 @@ def _eval(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.evaluate.evaluate")
 
 
-def _rollout(parser: argparse.ArgumentParser) -> Command:
+def _rollout(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("model", help="run directory, model folder or Hugging Face name")
     parser.add_argument(
         "--recipe", help="environment and sampling (default: the run's own configuration)"
@@ -118,7 +119,7 @@ def _rollout(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.evaluate.player")
 
 
-def _profile(parser: argparse.ArgumentParser) -> Command:
+def _profile(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("recipe", help=RECIPE)
     parser.add_argument(
         "--repeats",
@@ -153,7 +154,9 @@ def _profile(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.profile")
 
 
-def _plan(parser: argparse.ArgumentParser) -> Command:
+def _plan(parser: argparse.ArgumentParser) -> Run:
+    from paw.tools.plan.fit import BASE  # loads pydantic
+
     parser.add_argument("recipe", nargs="?", help=f"{RECIPE} (with --model: {BASE})")
     parser.add_argument(
         "--model",
@@ -184,7 +187,9 @@ def _plan(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.plan.planning")
 
 
-def _experiment(parser: argparse.ArgumentParser) -> Command:
+def _experiment(parser: argparse.ArgumentParser) -> Run:
+    from paw.tools.experiment.runs import parse_seeds  # loads pydantic
+
     parser.epilog = "any key of the configuration can be set for all variants: --run.updates 120"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("experiment", choices=["compare"], help="variants x seeds, with intervals")
@@ -225,6 +230,8 @@ def _experiment(parser: argparse.ArgumentParser) -> Command:
 
 def _add_variants(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say which variants are compared."""
+    from paw.tools.experiment.runs import VARIANTS, parse_seeds  # loads pydantic
+
     parser.add_argument(
         "--variants",
         default="grpo,paw,ce,constant,unselected",
@@ -254,7 +261,7 @@ def _add_variants(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _sft(parser: argparse.ArgumentParser) -> Command:
+def _sft(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "model", help="model to train: a model folder, Hugging Face name or run directory"
     )
@@ -277,7 +284,7 @@ def _sft(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.sft.sft")
 
 
-def _rwml(parser: argparse.ArgumentParser) -> Command:
+def _rwml(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("stage", choices=["collect", "filter", "sft"])
     parser.add_argument("source", help="collect: the model that plays; filter, sft: the triplets")
     parser.add_argument(
@@ -302,7 +309,7 @@ def _rwml(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.sft.rwml")
 
 
-def _play(parser: argparse.ArgumentParser) -> Command:
+def _play(parser: argparse.ArgumentParser) -> Run:
     _add_environment(parser)
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="another game (default: 0)"
@@ -315,7 +322,7 @@ def _play(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.play.play")
 
 
-def _env(parser: argparse.ArgumentParser) -> Command:
+def _env(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "action", choices=["check"], help="play a few episodes and say which rules hold"
     )
@@ -324,7 +331,7 @@ def _env(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.env_check.env_check")
 
 
-def _report(parser: argparse.ArgumentParser) -> Command:
+def _report(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "run_dir",
         nargs="+",
@@ -340,12 +347,12 @@ def _report(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.report.report")
 
 
-def _view(parser: argparse.ArgumentParser) -> Command:
+def _view(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("run_dir", type=Path, help="folder of a run, or of several, such as runs/")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen at; another one lets other machines read the runs "
+        help="address to listen on; another one lets other machines read the runs "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -354,7 +361,9 @@ def _view(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.view")
 
 
-def _data(parser: argparse.ArgumentParser) -> Command:
+def _data(parser: argparse.ArgumentParser) -> Run:
+    from paw.envs.alfworld.tables import DIFFICULTIES  # loads pydantic
+
     parser.add_argument(
         "env",
         choices=["alfworld", "webshop", "search", "smollm2"],
@@ -403,7 +412,7 @@ def _data(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.data")
 
 
-def _serve(parser: argparse.ArgumentParser) -> Command:
+def _serve(parser: argparse.ArgumentParser) -> Run:
     servers = parser.add_subparsers(dest="what", required=True, metavar="retriever|env|gateway")
     retriever = servers.add_parser("retriever")
     _add_address(retriever)
@@ -442,7 +451,7 @@ def _serve(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.play.serve_retriever")
 
 
-def _export(parser: argparse.ArgumentParser) -> Command:
+def _export(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument(
         "--checkpoint",
@@ -462,16 +471,16 @@ def _export(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.export")
 
 
-def _warmup(parser: argparse.ArgumentParser) -> Command:
+def _warmup(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("recipe", nargs="?", default="quickstart")
     return _run_warmup
 
 
-def _keys(parser: argparse.ArgumentParser) -> Command:
+def _keys(parser: argparse.ArgumentParser) -> Run:
     return _run_of("paw.tools.reference")
 
 
-def _doctor(parser: argparse.ArgumentParser) -> Command:
+def _doctor(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--model",
         metavar="PATH",
@@ -491,29 +500,6 @@ def _doctor(parser: argparse.ArgumentParser) -> Command:
     return _run_of("paw.tools.doctor.doctor")
 
 
-ADD_ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
-    "train": _train,
-    "eval": _eval,
-    "rollout": _rollout,
-    "profile": _profile,
-    "plan": _plan,
-    "experiment": _experiment,
-    "sft": _sft,
-    "rwml": _rwml,
-    "play": _play,
-    "report": _report,
-    "view": _view,
-    "serve": _serve,
-    "export": _export,
-    "warmup": _warmup,
-    "env": _env,
-    "data": _data,
-    "keys": _keys,
-    "doctor": _doctor,
-}
-"""Name -> adds the command's arguments to its parser and returns the function that runs it."""
-
-
 def _add_environment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "env", metavar="NAME|FILE.py:Class", help="a built-in environment, or one of your own"
@@ -523,7 +509,7 @@ def _add_environment(parser: argparse.ArgumentParser) -> None:
 
 def _add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at (default: %(default)s)"
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
     )
     parser.add_argument(
         "--port", type=int, default=8000, help="port; 0 picks a free one (default: %(default)s)"
@@ -531,9 +517,66 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_warmup(options: argparse.Namespace, overrides: Overrides) -> int:
+    from paw.config.recipe import load
+    from paw.envs import make_factory
+
     config = load(options.recipe, overrides)
     make_factory(config)
     from paw.tools.warmup.warmup import warmup  # loads torch; mistakes come before that
 
     print(warmup(config))
     return 0
+
+
+COMMANDS = {
+    "train": Command("train a recipe and write a run directory with a report", _train),
+    "eval": Command(
+        "play held-out games with a model or a run and print success with its interval", _eval
+    ),
+    "rollout": Command("play episodes and write every turn as JSON lines", _rollout),
+    "profile": Command("time and memory of an update with and without the world model", _profile),
+    "plan": Command(
+        "predict memory and time, and find settings that fit", _plan, has_model_option=True
+    ),
+    "experiment": Command(
+        "compare variants over seeds, as the tables of the paper do", _experiment
+    ),
+    "sft": Command(
+        "fine-tune a model on expert play of an environment or on recorded episodes", _sft
+    ),
+    "rwml": Command(
+        "world-model learning by RL: collect triplets, filter out easy ones, or fine-tune on them",
+        _rwml,
+        has_model_option=True,
+    ),
+    "play": Command("play a game in the terminal and see what the agent sees", _play),
+    "report": Command(
+        "write report.html and plots of one run, or of several to compare",
+        _report,
+        takes_overrides=False,
+    ),
+    "view": Command("show runs in a browser, live while they go on", _view, takes_overrides=False),
+    "serve": Command(
+        "serve a corpus to search, an environment to OpenEnv's clients, "
+        "or a model to agents, whose sessions are recorded",
+        _serve,
+    ),
+    "export": Command(
+        "write a checkpoint of a run in Hugging Face format", _export, takes_overrides=False
+    ),
+    "warmup": Command("make the quickstart model of a recipe (cached)", _warmup),
+    "env": Command("check that an environment follows the rules of the protocol", _env),
+    "data": Command(
+        "say where an environment's files are, check them, or generate some; make a small model",
+        _data,
+        takes_overrides=False,
+    ),
+    "keys": Command("print the reference of all keys (docs/keys.md)", _keys, takes_overrides=False),
+    "doctor": Command(
+        "say what is installed and what is missing, inspect a model, or check and time the kernels",
+        _doctor,
+        takes_overrides=False,
+        has_model_option=True,
+    ),
+}
+"""Every command by name, in the order of `paw --help`."""

@@ -123,9 +123,9 @@ class PolicyUpdate:
         """Add up the mini-batch's gradient over micro-batches and ranks.
 
         Returns this rank's part of the mini-batch's loss, float64 on the device. The loop reads
-        nothing from the device, except what the head needs (docs/kernels.md), and that the first
-        micro-batch of an update may be compared with the sampler. So the host prepares the next
-        micro-batch while the device computes.
+        nothing from the device but what the head needs (docs/kernels.md) and, if the first
+        micro-batch of an update is compared with the sampler, its log-probs. So the host prepares
+        the next micro-batch while the device computes.
         """
         config = self.run.config
         ranks = self.run.ranks
@@ -230,7 +230,7 @@ class PolicyUpdate:
 
 
 def may_skip_without_loss(config: Config, objective: Objective) -> bool:
-    """Whether samples without an advantage and a world-model weight are certain to have no
+    """Whether samples with neither an advantage nor a world-model weight are certain to have no
     gradient."""
     if config.policy.kl_coef > 0.0 or config.policy.entropy_coef > 0.0:
         return False

@@ -314,9 +314,9 @@ POLICY = (
     Metric(
         name="policy/clip_frac",
         label="Clipped tokens",
-        meaning="Share of response tokens with an advantage that `policy.loss` clips. With ppo,"
-        " gspo and losses of your own they have no gradient; with cispo their ratio is clipped, and"
-        " they keep their gradient.",
+        meaning="Share of response tokens that have an advantage and are clipped by `policy.loss`."
+        " They have no gradient, except with cispo, which clips their ratio but keeps their"
+        " gradient.",
         unit="%",
         ranks="sum",
         mean_of=("clipped", "response_tokens"),

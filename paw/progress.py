@@ -23,7 +23,7 @@ class RunProgress:
     """The current or last phase: start, the name of a stage, or save."""
 
     @property
-    def lacks_only_its_line(self) -> bool:
+    def lacks_only_its_metrics(self) -> bool:
         """Whether the newest update is complete except for its line of metrics."""
         return self.logged < self.step and self.phase in ("sync", "eval")
 

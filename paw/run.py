@@ -108,7 +108,7 @@ class Run(Parts, RunProgress):
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the update in progress."""
     failed: bool = True
-    """True until the run has ended in order."""
+    """True until the run has ended normally."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -131,7 +131,7 @@ class Run(Parts, RunProgress):
     def say(self, text: str) -> None:
         say(text, self.ranks)
 
-    def counting(self, phase: str) -> Callable[[int, int], None]:
+    def progress_callback(self, phase: str) -> Callable[[int, int], None]:
         """Return a function of (done, total) that shows both on the first rank's terminal."""
         if self.ranks.first:
             return partial(progress, phase)
@@ -190,8 +190,8 @@ class Run(Parts, RunProgress):
     def full_groups(self, groups: list[Group]) -> list[Group]:
         """Return the groups with the turns of all ranks, on every rank. A call of all ranks.
 
-        For callbacks that look at a few episodes. With all of them, no rank has less to hold than
-        one rank would have.
+        For callbacks that look at a few episodes. Every rank then holds as much as one rank alone
+        would.
         """
         return gather_turns(groups, self.ranks) if self.ranks.world_size > 1 else groups
 
@@ -259,7 +259,7 @@ class Run(Parts, RunProgress):
     def remember_random_states(self) -> None:
         self.random_states = capture_random_states()
 
-    def catch_up(self, rollouts: RolloutSource) -> None:
+    def catch_up_on_evaluation(self, rollouts: RolloutSource) -> None:
         """Evaluate if an evaluation is due and not yet logged.
 
         This happens before the first update and after a stop.
@@ -297,7 +297,7 @@ class Run(Parts, RunProgress):
         """
         self.check_directory()
         with self.stage("eval"):
-            groups, stats = rollouts.evaluation(self.counting("evaluation"))
+            groups, stats = rollouts.evaluation(self.progress_callback("evaluation"))
             success = evaluation_metrics(groups, stats.failed, attempts=self.config.eval.attempts)
             for name, value in success.items():
                 self.metrics[f"eval/{name}"] = value
@@ -429,14 +429,14 @@ class Run(Parts, RunProgress):
                 self.save_finished_update(error)
             elif self.pending:
                 self.check_directory()
-                # A rank that ended in order has waited for this rank's files.
+                # A rank that ended normally has waited for this rank's files.
                 wait = not lost_peer(error)
                 if self.pending.publish_alone(self.config.run.keep, wait=wait):
                     self._note_published(self.pending)
 
     def save_finished_update(self, error: BaseException) -> None:
         """Save the newest update if it is over and `error` did not corrupt it."""
-        if self.lacks_only_its_line:  # its evaluation is left to the resumed run
+        if self.lacks_only_its_metrics:  # its evaluation is left to the resumed run
             metrics: dict[str, float] = {}
             for key, value in self.metrics.items():
                 if not key.startswith("eval/"):

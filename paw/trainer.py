@@ -58,7 +58,7 @@ def train(
     with open_run(config, resume=resume, numbered=numbered, preparation=preparation) as run:
         with closing(run.make_rollouts()) as rollouts:
             push_weights(run.policy.lm, run.engine, version=run.step, dtype=run.policy.dtype)
-            run.catch_up(rollouts)
+            run.catch_up_on_evaluation(rollouts)
             while run.step < config.run.updates and not run.stop_requested():
                 update(run, rollouts)
         return run.finish()
@@ -66,21 +66,20 @@ def train(
 
 def update(run: Run, rollouts: RolloutSource) -> None:
     """One update: play, prepare samples, optimize, send the weights to the engine, log."""
-    log = run.metrics
-    groups, sampled = rollout(run, rollouts)
+    groups, stats = rollout(run, rollouts)
     if not groups:  # a stop was requested
         return
     run.engine.sleep()  # until the next weights, because training needs the memory
-    log.update(rollout_metrics(groups + sampled.uniform) | sampled.metrics())
+    run.metrics.update(rollout_metrics(groups + stats.uniform) | stats.metrics())
 
-    if not learn(run, groups):
+    if not learn(run, groups):  # servers with stale weights were excluded
         return update(run, rollouts)
     run.count_update()
     run.choose_shares()
     with run.stage("sync"):
         push_weights(run.policy.lm, run.engine, version=run.step, dtype=run.policy.dtype)
 
-    run.end_update(rollouts, tokens=sampled.prompt_tokens + sampled.response_tokens)
+    run.end_update(rollouts, tokens=stats.prompt_tokens + stats.response_tokens)
     if run.log:
         for warning in alarms(run.log.history, run.config, reward_max=run.factory.reward_max):
             run.say(warning)
@@ -119,7 +118,7 @@ def rollout(run: Run, rollouts: RolloutSource) -> tuple[list[Group], RolloutStat
     for pause in (*PAUSES_S, None):
         with run.stage("rollout"):
             groups, stats = rollouts.training(
-                run.step, run.config.rollout.tasks, run.counting("episodes")
+                run.step, run.config.rollout.tasks, run.progress_callback("episodes")
             )
         tries.append(stats)
         for failure in stats.failures[:3]:
@@ -205,12 +204,12 @@ def compute_advantages(run: Run, samples: Sequence[Sample]) -> None:
     settings = run.config.advantage
     estimator = plugins.load("advantages", settings.type)
 
-    def compute(seen: Sequence[Sample]) -> list[float]:
+    def compute(subset: Sequence[Sample]) -> list[float]:
         with hooks.users_advantages(run.config):  # its failure on one rank ends all at once
-            returned = estimator(seen, **settings.settings())
-        advantages = check_advantages(returned, settings.type, count=len(seen))
+            returned = estimator(subset, **settings.settings())
+        advantages = check_advantages(returned, settings.type, count=len(subset))
         if settings.penalty_only == "drop":
-            advantages = drop_penalty_only(seen, advantages)
+            advantages = drop_penalty_only(subset, advantages)
         return advantages
 
     if run.ranks.world_size == 1:

@@ -65,9 +65,10 @@ class Packing:
     """The way sequences are divided into micro-batches, and the ranks that share them.
 
     A run makes it once (`of`), in `paw.build`. The models of a run have the same layers and so
-    share the packing. To add a way of cutting, write a function beside those below and choose it in
-    `cut`. A setting for it is a key in `paw.config.sections.OptimConfig`, a member of
-    `BatchSettings`, and a field here, which `of` fills.
+    share the packing. To add a way of packing, write a function beside those below and choose it in
+    `cut`, and in `cut_clusters` if it also suits sequences that share prefixes. A setting for it is
+    a key in `paw.config.sections.OptimConfig`, a member of `BatchSettings`, and a field here, which
+    `of` fills.
     """
 
     budget: int
@@ -174,8 +175,8 @@ def balanced_batches(
 
     There are at least `least` batches. A sample of n tokens costs n for the work
     that is linear in tokens, plus quadratic * n^2 for attention, or quadratic * `attended` if that
-    is given. The method is longest-processing-time first (Graham 1969): samples are taken from the
-    most expensive down, and each goes to the batch with the least work. Batches are sorted, most
+    is given. The method is longest-processing-time first (Graham 1969): samples are placed in
+    order of decreasing cost, and each goes to the batch with the least work. Batches are sorted, most
     expensive first, so that ranks work on batches of similar cost at the same time. If there are
     few samples, some batches are empty. A sample longer than the budget gets a batch of its own.
 

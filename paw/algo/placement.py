@@ -17,18 +17,18 @@ PARTS_PER_RANK = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Chains:
-    """What a pass has to compute of turns that stay together. Each field is [C], of C chains."""
+    """The work of a pass on C chains, turns that stay together. Each field is [C]."""
 
     holder: np.ndarray
     """int: the rank that holds the tokens."""
     group: np.ndarray
     order: np.ndarray
-    """int: the place among the chains of the group: neighbours share most tokens."""
+    """int: the place among the chains of the group, in which neighbours share the most tokens."""
     tokens: np.ndarray
     shared: np.ndarray
-    """int: how many of the tokens the chain before it in the group has too."""
+    """int: how many of the tokens it shares with the chain before it in the group."""
     work: np.ndarray
-    """float64: the cost of the pass, in that of one token without attention."""
+    """float64: the cost in the pass. The unit is the cost of one token without attention."""
 
     def __len__(self) -> int:
         return len(self.holder)
@@ -38,9 +38,9 @@ def place(chains: Chains, *, world_size: int, share_prefixes: bool, budget: int)
     """Return the rank of each chain, [C] int32.
 
     With `share_prefixes`, neighbours in a group stay together, in parts of about `budget` tokens or
-    less. A part goes to the rank that holds its first chain while that has less than a fair share of
-    the work, else to the rank with the least. Parts are taken from the most expensive down (Graham
-    1969).
+    less. Parts are placed in order of decreasing cost (Graham 1969). Each goes to the rank that
+    holds its first chain if that rank then has at most a fair share of the work, else to the rank
+    with the least work.
     """
     if not share_prefixes:
         return _assign(chains.work, chains.holder, world_size)

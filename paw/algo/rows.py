@@ -1,4 +1,4 @@
-"""What ranks exchange of the samples of an update: numbers of all, and rows of tokens.
+"""What ranks exchange about the samples of an update: numbers of all, and rows of tokens.
 
 Each row of tokens is on one rank, its holder. Numbers of a turn alone (its return, the lengths of
 its rows) are gathered as columns: `share_scalars`, `gather_numbers`. Rows move straight to the rank
@@ -40,7 +40,7 @@ def compute_by_group(
     compute: Callable[[Sequence[Sample]], Sequence[float]],
     ranks: RankGroup,
 ) -> np.ndarray:
-    """Return `compute(samples)`, float64 [n], of which each rank computes the numbers of some groups.
+    """Return `compute(samples)`, float64 [n]. Each rank computes the numbers of some groups.
 
     `compute` returns a number of each sample, which depends on the samples of its group alone.
     Samples are ordered by group. A call of all ranks. Errors as in `Ranks.run_on_all`.
@@ -139,7 +139,7 @@ HAS_ENTROPY = 4
 
 def _integers(own: Sequence[Sample], servers: dict[str, int], share_prefixes: bool) -> np.ndarray:
     """Return [n, INTEGERS] int32: what `share_scalars` reads."""
-    continues_target = _compare_with_next(own)
+    continues_target = _compare_with_previous(own)
     prefixes = [(0, 0)] * len(own)
     if share_prefixes:
         prefixes = _compare_prefixes(own)
@@ -163,7 +163,7 @@ def _integers(own: Sequence[Sample], servers: dict[str, int], share_prefixes: bo
     return np.array(rows, np.int32).reshape(-1, INTEGERS)
 
 
-def _compare_with_next(own: Sequence[Sample]) -> list[bool]:
+def _compare_with_previous(own: Sequence[Sample]) -> list[bool]:
     """Return `Columns.continues_target` of samples in order."""
     result: list[bool] = []
     for i, sample in enumerate(own):

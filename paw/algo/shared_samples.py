@@ -1,8 +1,9 @@
 """The samples of an update on several ranks: a few numbers of all, objects for those held here.
 
-An update may have hundreds of thousands of turns, and an object for each would take a rank longer
-than its share of all other work. So a rank has objects for the turns whose tokens it holds. Of the
-others it has a row of numbers in `Columns`, from which an object can be made when one is asked for.
+An update may have hundreds of thousands of turns. Making an object for each would take a rank
+longer than its share of all other work. So a rank has objects only for the turns whose tokens it
+holds. For every other turn it has a row of numbers in `Columns`, from which an object is made when
+one is asked for.
 
 `column`, `assign` and `held` also take a list of samples, as a run on one rank has it.
 """
@@ -41,10 +42,11 @@ class Columns:
     server: np.ndarray
     """int32: index in `servers`."""
     shared_prefix: np.ndarray
-    """int32: tokens that the chain which this sample begins has in common with the one before it,
-    by `prefix_order`. See `algo.placement`."""
+    """int32: how many tokens the chain that this sample begins shares with the chain before it in
+    `prefix_order`. See `algo.placement`."""
     prefix_order: np.ndarray
-    """int32: the place of that chain among those of its group: neighbours have most in common."""
+    """int32: the place of that chain among those of its group, in which neighbours share the most
+    tokens."""
     continues: np.ndarray
     continues_target: np.ndarray
     """bool: whether the previous turn's separator and observation follow these in the prompt."""
@@ -183,7 +185,7 @@ class SharedSamples(Sequence[Sample]):
         self.columns.holder[self._indices[indices]] = holder
 
     def take_away(self, index: int) -> Sample:
-        """Return a sample that this rank has held and holds no longer."""
+        """Give up a sample that this rank holds, and return it."""
         return self.here.pop(int(self._indices[index]))
 
     def receive(self, index: int) -> Sample:

@@ -11,11 +11,12 @@ from paw.algo.shared_samples import SharedSamples
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Which ranks compute the S sequences of a pass, and so hold the C chains that they are of."""
+    """The rank of each of the S sequences of a pass, and of each of the C chains that have them."""
 
     starts: np.ndarray
-    """[S] int: the index of a sequence's first sample. The next field is that after its last."""
+    """[S] int: the index of a sequence's first sample."""
     ends: np.ndarray
+    """[S] int: the index after that of its last sample."""
     ranks: np.ndarray
     """[S] int: the rank of each sequence."""
     chain_starts: np.ndarray

@@ -60,7 +60,7 @@ class Unlisted(Only):
 class Key(NamedTuple):
     field: FieldInfo
     needs: Only | None
-    """Return the first unmet need, because of which the key does not apply; None if it applies."""
+    """The first unmet need, because of which the key does not apply; None if it applies."""
 
 
 def flatten(tree: Mapping[str, Any] | Section, prefix: str = "") -> Flat:

@@ -447,13 +447,14 @@ class PolicyConfig(PluginSection):
     unless something else needs it."""
     tis_cap: Annotated[float, Field(gt=1.0)] | None = None
     """Truncated importance sampling: tokens are weighted by min(pi_old / pi_sampler, cap). With
-    old_logp = "engine", min(pi / pi_sampler, cap) replaces PPO's clipped ratio; other losses, and
-    those of your own, then refuse the cap."""
+    old_logp = "engine", min(pi / pi_sampler, cap) replaces PPO's clipped ratio; with any other
+    loss, the cap is then refused."""
     is_mask: tuple[Positive, Positive] | None = None
-    """[low, high]: tokens whose pi_old / pi_sampler is outside this range have no policy loss."""
+    """Importance-sampling mask, [low, high]: tokens whose pi_old / pi_sampler is outside this range
+    have no policy loss."""
     is_level: Literal["token", "response"] = "token"
-    """The ratio that tis_cap and is_mask use: the one of each token, or the geometric mean over its
-    response."""
+    """The importance-sampling ratio that tis_cap and is_mask use: the one of each token, or the
+    geometric mean over its response."""
     offload_reference: Annotated[bool, Only("policy.kl_coef"), Only("lora.rank", (0,))] = False
     """Keep the reference model in host memory, except during its log-prob pass."""
 

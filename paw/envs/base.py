@@ -80,7 +80,8 @@ class Tasks(Protocol):
 class EnvFactory(Protocol):
     """A configured environment: its tasks and how to play them.
 
-    A user's own factory needs only `tasks` and `make`.
+    A user's own factory needs only `tasks` and `make`: `paw.envs.load` adds the defaults named
+    here. One that comes with PaW sets `name`, `reward_max`, `invalid_penalty` and `fingerprint`.
     """
 
     name: str

@@ -168,7 +168,9 @@ class LoopCalls:
         self._open[task] = OpenCall(answer, self._loop.patient_time() + self._timeout_s)
         task.add_done_callback(self._end)
         if self._timer is None:
-            self._timer = self._loop.call_later(self._timeout_s, self._look, LAST_ROUNDS)
+            self._timer = self._loop.call_later(
+                self._timeout_s, self._give_up_late_calls, LAST_ROUNDS
+            )
         return task, answer
 
     def _end(self, task: asyncio.Task[Any]) -> None:
@@ -183,14 +185,14 @@ class LoopCalls:
         else:
             answer.set_result(task.result())
 
-    def _look(self, rounds: int) -> None:
+    def _give_up_late_calls(self, rounds: int) -> None:
         """Give up the calls whose time is up, after `rounds` more rounds of the loop.
 
         The time that something else holds the loop does not count, and an answer that has arrived
         meanwhile is taken.
         """
         if rounds:
-            self._loop.call_soon(self._look, rounds - 1)
+            self._loop.call_soon(self._give_up_late_calls, rounds - 1)
             return
         self._timer = None
         now = self._loop.patient_time()
@@ -198,7 +200,9 @@ class LoopCalls:
             if call.answer.done():
                 continue
             if call.deadline > now:
-                self._timer = self._loop.call_later(call.deadline - now, self._look, LAST_ROUNDS)
+                self._timer = self._loop.call_later(
+                    call.deadline - now, self._give_up_late_calls, LAST_ROUNDS
+                )
                 return
             reason = f"no answer within {self._timeout_s:g} s"
             call.answer.set_result((None, TimeoutError(reason)))

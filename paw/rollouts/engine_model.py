@@ -54,7 +54,7 @@ class AnsweredConversation:
     reply: Reply | None
     """The answer with its tool calls, if there are tools."""
 
-    def goes_on_in(self, messages: list[dict[str, Any]], tools: Tools) -> bool:
+    def is_continued_by(self, messages: list[dict[str, Any]], tools: Tools) -> bool:
         """Whether `messages` are those of this conversation, the model's answer, then others."""
         length = len(self.messages)
         if not length < len(messages) - 1 or tools != self.tools:
@@ -79,7 +79,7 @@ class EngineModel(Model):
         self._sampler = sampler
         self._chat = sampler.chat
         self._conversations: list[AnsweredConversation] = []
-        """The conversations that may go on, the last one last."""
+        """The conversations that may be continued, the latest last."""
         self._conversations_before: list[AnsweredConversation] = []
         """The same before the last answer."""
         self._call_count = 0
@@ -192,15 +192,15 @@ class EngineModel(Model):
         return prompt
 
     def _continued(self, context: Context) -> AnsweredConversation | None:
-        """Return the conversation that goes on in this context, the latest first."""
+        """Return the latest conversation that this context continues."""
         messages = conversation(context)
         for answered in reversed(self._conversations):
-            if answered.goes_on_in(messages, self.tools):
+            if answered.is_continued_by(messages, self.tools):
                 return answered
         return None
 
     def _continuation(self, answered: AnsweredConversation, context: Context) -> Continuation:
-        """Return what follows the last turn of a conversation that goes on in this context."""
+        """Return what follows the last turn of a conversation that this context continues."""
         messages = conversation(context)
         answer_position = len(answered.messages)
         answer = messages[answer_position]

@@ -74,11 +74,11 @@ class Patience:
         self._pauses = 0
         """Calls of the model or the environment in progress."""
         self._since = 0.0
-        """When the present wait began, on the clock of the loop."""
+        """When the current wait began, on the clock of the loop."""
         self._expired = False
         self._task: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        """Looks whether the present wait is too long; set during a play."""
+        """Checks whether the current wait is too long; set during a play."""
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
@@ -86,7 +86,7 @@ class Patience:
         self._task = asyncio.current_task()
         loop = asyncio.get_running_loop()
         self._since = loop.time()
-        self._timer = loop.call_later(self.seconds, self._look)
+        self._timer = loop.call_later(self.seconds, self._check_wait)
         try:
             yield
         except asyncio.CancelledError:
@@ -112,8 +112,8 @@ class Patience:
             if self._task and not self._pauses:
                 self._since = self._task.get_loop().time()
 
-    def _look(self) -> None:
-        """Cancel the agent if its wait is too long. Otherwise look again when it may be."""
+    def _check_wait(self) -> None:
+        """Cancel the agent if its wait is too long. Otherwise check again when it may be."""
         assert self._task and self._timer
         loop = self._task.get_loop()
         now = loop.time()
@@ -122,7 +122,7 @@ class Patience:
             self._since = now
         remaining_s = self._since + self.seconds - now
         if remaining_s > 0:
-            self._timer = loop.call_later(remaining_s, self._look)
+            self._timer = loop.call_later(remaining_s, self._check_wait)
             return
         self._expired = True
         self._task.cancel()

@@ -1,8 +1,8 @@
 """How often Python looks for garbage while episodes are played.
 
-It looks after a number of new objects, 700 by default, and now and then looks at all objects there
-are. With 10,000 episodes this took more than half of the scheduler's time
-(bench/rollout/environments.py), since their objects are many and none of them is garbage.
+By default it does so after every 700 new objects, and from time to time it goes through all
+objects. With 10,000 episodes this took more than half of the scheduler's time
+(bench/rollout/environments.py), since they have many objects, none of which is garbage.
 """
 
 import gc
@@ -16,7 +16,7 @@ _lock = threading.Lock()
 _plays: list[int] = []
 """The numbers of episodes of the plays in progress. There may be several, in threads."""
 _usual_threshold = 0
-"""What the threshold is when nothing is played."""
+"""The threshold when nothing is played."""
 
 
 @contextmanager

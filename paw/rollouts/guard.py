@@ -44,9 +44,9 @@ def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Thre
 class CheckedEnv:
     """An Env whose results are checked. Its methods may be sync or async.
 
-    The methods here return when the environment's own have, and await on a loop of their own.
-    Episodes await a coroutine environment on their event loop instead
-    (`paw.rollouts.coroutine_env`), which uses the same checks, the methods `checked_...`.
+    The methods here are synchronous: they return when the environment's own methods have, and run
+    its coroutines on a loop of their own. Episodes instead await a coroutine environment on their
+    event loop (`paw.rollouts.coroutine_env`), with the same checks, the methods `checked_...`.
 
     Optional methods have a default. A result that is not allowed raises EnvironmentFailure. Texts
     are cut to env.max_text, at the end that the tokenizer would cut, and lone surrogates become

@@ -29,7 +29,8 @@ waits meanwhile.
 
 
 RUNS_SHARE = 0.5
-"""Share of a time in which a thread that is not starved is running or has chosen to wait."""
+"""A thread that ran for more than this share of a time span was not starved in it, unless it had to
+wait for the disk."""
 
 
 class ClockedSelector(selectors.DefaultSelector):
@@ -119,7 +120,7 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
         task.trajectory = trajectory
 
     def patient_time(self) -> float:
-        """Seconds on a clock that hardly runs while something holds the loop."""
+        """Seconds on a clock that nearly stops while something holds the loop."""
         return self.time() - self._clock.held_s()
 
     def code_time(self) -> float:

@@ -360,10 +360,11 @@ class Rollouts:
     ) -> None:
         """Play the episodes to their ends, `at_once` of them in parallel (0: all).
 
-        Of an agent that has the attribute `at_once`, there are never more in parallel than that.
-        If given, `make_model` makes the model of an episode, instead of the engine's. `on_end` is
-        called with each episode as it ends. Any error of an environment or an agent fails only its
-        episode. KeyboardInterrupt, UserError, and any error of the engine or `on_end` end the play.
+        If an agent has an attribute `at_once`, it also limits how many of the agent's episodes run
+        in parallel. If given, `make_model` makes the model of an episode, instead of the engine's.
+        `on_end` is called with each episode as it ends. Any error of an environment or an agent
+        fails only its episode. KeyboardInterrupt, UserError, and any error of the engine or
+        `on_end` end the play.
         """
         self._state = PlayState(unfinished=len(episodes))
         at_once = at_once or len(episodes) or 1

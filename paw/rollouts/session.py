@@ -60,7 +60,7 @@ class AnsweredRequest:
     is_observed: bool = False
     """Whether the turn has its observation."""
 
-    def goes_on_in(self, messages: list[Message], tools: list[Tool]) -> bool:
+    def is_continued_by(self, messages: list[Message], tools: list[Tool]) -> bool:
         """Whether `messages` are the messages and the answer of this request, then others."""
         length = len(self.received)
         if len(messages) <= length or tools != self.tools:
@@ -187,9 +187,9 @@ class Session:
         return self._chat_answer(request, response, message)
 
     def _continued(self, messages: list[Message], tools: list[Tool]) -> AnsweredRequest | None:
-        """Return the answered request that goes on in these messages, the latest first."""
+        """Return the latest answered request that these messages continue."""
         for answered in reversed(self._answered):
-            if answered.goes_on_in(messages, tools):
+            if answered.is_continued_by(messages, tools):
                 return answered
         return None
 

@@ -110,9 +110,13 @@ def success_text(metrics: Mapping[str, Any]) -> str:
 
     Examples: "25.0% of 8 games, 6 failed (RuntimeError: boom)", "25.0% of 8 games with 4 attempts
     each".
+
+    >>> success_text({"success": 1.0, "games": 1, "failures": 0})
+    '100.0% of 1 game'
     """
     share = f"{metrics['success']:.1%}" if "success" in metrics else "none"
-    text = f"{share} of {metrics['games']:.0f} games"
+    noun = "game" if metrics["games"] == 1 else "games"
+    text = f"{share} of {metrics['games']:.0f} {noun}"
     if "attempts" in metrics:
         text += f" with {metrics['attempts']:.0f} attempts each"
     if metrics["failures"]:

@@ -26,11 +26,11 @@ Rounding puts few tokens beyond it, wrong weights put many.
 """
 
 CAUSES = (
-    "each token's log_softmax(logits / temperature) over the full vocabulary was compared, or its "
-    "entropy, not the parameters themselves. In an engine of your own, look at three things: `sync` "
-    "copies every tensor into the parameter of that name, also a head that is tied to the "
-    "embedding; it drops cached keys and values of older weights; `logp` and `entropy` are those "
-    "of the request's temperature, without top-p or top-k (docs/bring-your-own.md)"
+    "this compares each token's log_softmax(logits / temperature) over the full vocabulary, or its "
+    "entropy, not the parameters themselves. In an engine of your own, check three things: `sync` "
+    "copies every tensor into the parameter of that name, including a head that is tied to the "
+    "embedding; it drops cached keys and values of older weights; `logp` and `entropy` are at the "
+    "request's temperature, without top-p or top-k (docs/bring-your-own.md)"
 )
 """What may be wrong with an engine in this process."""
 SERVER_CAUSES = (
@@ -71,7 +71,7 @@ def push_weights(
 
 @dataclass(frozen=True)
 class SampledBy:
-    """Which server sampled each of N tokens, if with the trainer's weights.
+    """Which server sampled each of N tokens with the trainer's weights.
 
     Example: servers ["a", "b"], index [1, 1, 0, 2] is two tokens of a, one token of other weights,
     and one of b.
@@ -141,8 +141,8 @@ def sampler_mismatch(
     """Return how far the trainer's log-probs [N] of tokens are from the sampler's, in nats.
 
     Returns health/sampler_mismatch (the largest distance) and health/sampler_mismatch_mean, or {}
-    without tokens. Tokens of other weights, according to `origins`, are left out. Each of `ranks`
-    gives tokens of its own, and gets the result of all.
+    without tokens. Tokens of other weights, according to `origins`, are left out. Each rank passes
+    its own tokens and gets the result for all.
 
     Raises StaleWeightsError on all ranks if more than `TOLERATED` of a server's tokens are beyond
     `LIMIT` or not finite.

@@ -54,7 +54,7 @@ def header_lines(directory: Path, info: dict[str, Any], config: Config) -> list[
     world_model = "no world model"
     if config.wm.enabled:
         world_model = f"PaW: {config.wm.loss}, alpha {config.wm.alpha:g}"
-    episodes = f"{config.rollout.tasks} x {config.rollout.group_size} episodes a step"
+    episodes = f"{config.rollout.tasks} x {config.rollout.group_size} episodes an update"
     return [
         f"run {directory}",
         f"model {info['model']}: {info['parameters']:,} parameters, "

@@ -146,11 +146,11 @@ def play(run: Run, times: dict[str, Record]) -> list[Group]:
         closing(Rollouts(run.factory, run.engine, run.chat, run.config)) as rollouts,
         timed(run, times, "rollout"),
     ):
-        groups, sampled = rollouts.training(
-            run.step, run.config.rollout.tasks, run.counting("episodes")
+        groups, stats = rollouts.training(
+            run.step, run.config.rollout.tasks, run.progress_callback("episodes")
         )
     if not groups:
-        raise UserError(f"no group has two episodes left ({sampled.failures[0]})")
+        raise UserError(f"no group has two episodes left ({stats.failures[0]})")
     return groups
 
 

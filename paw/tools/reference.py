@@ -125,7 +125,7 @@ def _section_text(base: Any) -> str:
 
 def meaning(field: FieldInfo) -> str:
     """Return a key's description and default, on one line."""
-    return f"{_description(field)} (default: {_default(field)})"
+    return f"{_description(field)} (default: {_default(field)})".lstrip()
 
 
 def _table(rows: Iterable[Row], section_need: Only | None) -> list[str]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from paw.algo.packing import Packing
 from paw.algo.prefixes import clusters, common_prefix, prefix_tree
+from paw.config.sections import OptimConfig
 from paw.errors import UserError
 
 ROWS = st.lists(
@@ -82,8 +83,8 @@ def test_auto_shares_only_what_pays():
 
 def test_a_model_that_cannot_share_refuses_always_and_ignores_auto():
     model = SimpleNamespace(pads_sequences=True, shares_prefixes=False, quadratic=0.0)
-    auto = SimpleNamespace(micro_batch_tokens=10, share_prefixes="auto")
+    auto = OptimConfig(share_prefixes="auto")
     assert Packing.of(auto, model).share_prefixes == "never"
-    always = SimpleNamespace(micro_batch_tokens=10, share_prefixes="always")
+    always = OptimConfig(share_prefixes="always")
     with pytest.raises(UserError, match=r"^optim.share_prefixes = 'always': .* auto$"):
         Packing.of(always, model)

@@ -90,7 +90,10 @@ print(*(name for name in sys.modules if name.startswith("paw.")))
     assert not loaded, result.stderr
     assert {*our_modules.split()} == {
         "paw.cli",
+        "paw.commands",
         "paw.errors",
+        "paw.io",
+        "paw.io.imports",
         "paw.processes",
         "paw.processes.lifeline",
         "paw.processes.watcher",
@@ -156,7 +159,7 @@ MISTAKES = [
     (["eval", "."], "--recipe"),
     (
         ["eval", "nowhere"],
-        "nowhere is not a folder; if it is a model of the hub, say what it plays with --recipe",
+        "nowhere is not a folder; if it is a model on the hub, name its environment with --recipe",
     ),
     (["eval", ".", "--recipe", "quickstart"], "model.path = '.'"),
     (["rollout", "nowhere", "--recipe", "quickstart", "--tasks", "0"], "--tasks 0"),

@@ -421,7 +421,7 @@ def test_a_run_falls_back_from_whatever_does_not_fit(
         "auto",
     ]
     messages: list[str] = []
-    monkeypatch.setattr(Run, "catch_up", stop)
+    monkeypatch.setattr(Run, "catch_up_on_evaluation", stop)
     monkeypatch.setattr(Run, "say", lambda self, line: messages.append(line))
     with pytest.raises(Loaded):
         paw_here(*command)

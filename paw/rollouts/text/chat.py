@@ -406,7 +406,7 @@ class PromptFrame:
         self.after_text = facts.suffix[:first_start]
         self.tail_ids = encoder.encode(facts.suffix[first_start:])
         self.controls = encoder.controls(self.head_ids + self.tail_ids)
-        """Return the control tokens of a prompt whose text has none."""
+        """The control tokens of a prompt whose text has none."""
 
 
 def _check_options(tokenizer: Any, options: Mapping[str, Any], *, name: str) -> None:

@@ -1,4 +1,4 @@
-"""`paw env check`: checks whether an environment keeps the rules that training relies on.
+"""`paw env check`: checks whether an environment follows the rules that training relies on.
 
 Episodes of the oracle, of chance and of garbage are played again in circumstances that must not
 matter. docs/environments.md describes the rules. Each has a line in the output.

@@ -164,11 +164,11 @@ def resolve(
         return config, str(_exported_model(folder))
     if recipe is None and not (folder / "paw.toml").is_file():
         if "env.name" not in overrides:
-            problem = "is not a folder; if it is a model of the hub"
+            problem = "is not a folder; if it is a model on the hub"
             if folder.exists():
                 problem = "is not a run directory"
             raise UserError(
-                f"{model} {problem}, say what it plays with --recipe NAME or --env NAME"
+                f"{model} {problem}, name its environment with --recipe NAME or --env NAME"
             )
         return load_played(None, overrides), model
     config = load(recipe or folder / "paw.toml", overrides)
