@@ -5,8 +5,6 @@ docs/python.md shows each.
 """
 
 import importlib
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paw.version import __version__ as __version__
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
     from paw.config.sections import Config
     from paw.envs.conversation import Conversation
     from paw.errors import UserError
-    from paw.scripts import script
+    from paw.scripts import load, script
     from paw.tools.evaluate.evaluate import evaluate
     from paw.tools.evaluate.player import rollout
     from paw.tools.export import export
@@ -62,6 +60,7 @@ _HOMES = {
     "UserError": "paw.errors",
     "evaluate": "paw.tools.evaluate.evaluate",
     "export": "paw.tools.export",
+    "load": "paw.scripts",
     "metric": "paw.tools.report.rundir",
     "metrics": "paw.tools.report.rundir",
     "plan": "paw.tools.plan.planning",
@@ -76,26 +75,6 @@ _HOMES = {
 
 So `import paw` loads no torch.
 """
-
-
-def load(recipe: "str | Path | Config", words: Sequence[str] = (), **changes: Any) -> "Config":
-    """The configuration of a recipe, given by name or path, with keys changed.
-
-    For example `load("quickstart", **{"optim.lr": 1e-4})`. The first argument may also be a
-    configuration, whose keys are then changed. `words` are those of a command line (`--optim.lr
-    1e-4` or `optim.lr=1e-4`), and come after `changes`. A function as `model.path`, such as
-    `paw.smollm2`, is called unless words name a model. Raises UserError if the recipe or a key is
-    unknown, or a value is wrong.
-    """
-    from paw.config.recipe import load_named
-
-    if words:
-        from paw.scripts import overrides_of
-
-        changes |= overrides_of(words)
-    if callable(make_model := changes.get("model.path")):
-        changes["model.path"] = make_model()
-    return load_named(recipe, changes)
 
 
 # Hidden from type checkers: they read the imports above, and so report names that do not exist.

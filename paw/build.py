@@ -37,8 +37,9 @@ from paw.model.lora import add_adapters, check_targets
 from paw.model.optim import make_optimizer
 from paw.model.patches import apply_liger, compile_layers, import_liger
 from paw.model.policy import DTYPES, Policy, pick_backend, pick_device, weights_dtype
-from paw.rollouts.engines import find_engine, make_engine, start_engine
+from paw.rollouts.engines import find_engine
 from paw.rollouts.engines.base import Closable, Engine
+from paw.rollouts.engines.make import make_engine, start_engine
 from paw.rollouts.episode import find_agent, find_own_agents
 from paw.rollouts.text.chat import Chat
 from paw.rundir.resume import recorded_dtype

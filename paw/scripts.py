@@ -1,4 +1,4 @@
-"""For programs that train with PaW: their command line, and their mistakes as one line.
+"""For programs that train with PaW: configuration, command line, and mistakes as one line.
 
 A program with a function `main` takes any key of the configuration, as the `paw` command does:
 
@@ -14,13 +14,32 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from paw.cli import exit_code, split_overrides
+from paw.config.recipe import load_named
+from paw.config.sections import Config
 from paw.errors import UserError, clean
 
 KEY = re.compile(r"[a-z_]+(\.\w[\w.-]*)+=")
 """Start of an override without dashes, `optim.lr=1e-4`."""
+
+
+def load(recipe: str | Path | Config, words: Sequence[str] = (), **changes: Any) -> Config:
+    """The configuration of a recipe, given by name or path, with keys changed.
+
+    For example `load("quickstart", **{"optim.lr": 1e-4})`. The first argument may also be a
+    configuration, whose keys are then changed. `words` are those of a command line (`--optim.lr
+    1e-4` or `optim.lr=1e-4`), and come after `changes`. A function as `model.path`, such as
+    `paw.smollm2`, is called unless words name a model. Raises UserError if the recipe or a key is
+    unknown, or a value is wrong.
+    """
+    if words:
+        changes |= overrides_of(words)
+    if callable(make_model := changes.get("model.path")):
+        changes["model.path"] = make_model()
+    return load_named(recipe, changes)
 
 
 def script(main: Callable[[list[str]], object]) -> NoReturn:

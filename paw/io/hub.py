@@ -43,11 +43,10 @@ def check_hub(name: str) -> None:
 
 def _in_cache(name: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
 
     try:
         return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:
+    except ValueError:  # no such name can be on the hub
         return False
 
 
@@ -69,11 +68,10 @@ def unreachable() -> str:
 
 def is_hub_name(name: str) -> bool:
     """Whether this could be the name of a model on the hub: USER/NAME."""
-    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(name)
-    except HFValidationError:
+    except ValueError:
         return False
     return "/" in name

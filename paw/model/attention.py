@@ -256,10 +256,8 @@ def packed_attention(
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSettings) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
-
     key_cu_seqlens, longest_keys = packed.key_bounds
-    return flash_attn_varlen_func(
+    return _flash_attention()(
         q,
         k,
         v,
@@ -280,8 +278,6 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSett
             "model.attention = 'varlen' does not support soft caps of attention scores, "
             "which this model uses; install flash-attn, or use --model.attention sdpa"
         )
-    from torch.nn.attention.varlen import varlen_attn
-
     options: dict[str, Any] = {"scale": settings.scaling, "window_size": settings.window_size}
     if "enable_gqa" in _varlen_options():
         options["enable_gqa"] = True
@@ -289,7 +285,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSett
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     key_cu_seqlens, longest_keys = packed.key_bounds
-    return varlen_attn(  # type: ignore[return-value]
+    return _varlen_attention()(
         q,
         k,
         v,
@@ -385,25 +381,30 @@ def _why_not(kernel: str, device: torch.device, dtype: torch.dtype) -> str:
         return "it runs only on a GPU in bfloat16"
     if kernel == "varlen" and "window_size" not in _varlen_options():
         return "it needs torch 2.11 or later"
-    if kernel == "flash" and not _flash_installed():
+    if kernel == "flash" and _flash_attention() is None:
         return "flash-attn is not installed; run: pip install flash-attn"
     return ""
 
 
 @cache
 def _varlen_options() -> frozenset[str]:
-    from torch.nn.attention.varlen import varlen_attn
+    return frozenset(inspect.signature(_varlen_attention()).parameters)
 
-    return frozenset(inspect.signature(varlen_attn).parameters)
+
+def _varlen_attention() -> Any:
+    from torch.nn.attention.varlen import varlen_attn  # takes a second to import
+
+    return varlen_attn
 
 
 @cache
-def _flash_installed() -> bool:
+def _flash_attention() -> Any:
+    """Return flash-attn's function for packed rows, or None if it is not installed."""
     try:
-        import flash_attn  # noqa: F401
+        from flash_attn import flash_attn_varlen_func
     except (ImportError, OSError):  # OSError: built for another torch
-        return False
-    return True
+        return None
+    return flash_attn_varlen_func
 
 
 @dataclass

@@ -22,7 +22,8 @@ from paw.model.lora import add_adapters
 from paw.model.policy import Policy
 from paw.rollouts.engines.base import Request
 from paw.rollouts.engines.transformers import TransformersEngine
-from paw.rollouts.engines.vllm import VllmEngine, _global_state_kept
+from paw.rollouts.engines.vllm import VllmEngine
+from paw.rollouts.engines.vllm_instance import global_state_kept
 from paw.rollouts.engines.vllm_library import import_vllm
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import StaleWeightsError, push_weights, sampler_mismatch
@@ -58,7 +59,7 @@ def test_vllm_leaves_the_number_of_threads(monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with _global_state_kept():
+        with global_state_kept():
             set_torch_threads_for_runtime()
             assert torch.get_num_threads() == 2
         assert torch.get_num_threads() == 2
@@ -80,7 +81,7 @@ def setup(vllm_here, tmp_path_factory):
     torch_state = torch.get_rng_state()
     python_state = random.getstate()
     engine = VllmEngine(folder, end_ids=[], max_model_len=LIMIT, dtype="float32", max_num_seqs=200)
-    assert engine._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 200
+    assert engine._instance.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 200
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert random.getstate() == python_state
     assert torch.get_num_threads() == 1
@@ -311,7 +312,7 @@ def test_an_engine_whose_worker_dies_is_one_line(setup, monkeypatch):
     def execute_model(*args, **options):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    executor = engine._llm.llm_engine.engine_core.engine_core.model_executor
+    executor = engine._instance.llm.llm_engine.engine_core.engine_core.model_executor
     monkeypatch.setattr(executor, "execute_model", execute_model)
     engine.submit(Request(1, [5] * 9, 0, 1.0, 7))
     with pytest.raises(

@@ -13,7 +13,8 @@ from paw.config.plugins import BUILT_IN
 from paw.config.recipe import load
 from paw.errors import UserError
 from paw.model.policy import Policy
-from paw.rollouts.engines import find_engine, make_engine
+from paw.rollouts.engines import find_engine
+from paw.rollouts.engines.make import make_engine
 from paw.tools.doctor.doctor import _engine
 from paw.tools.reference import page
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+import yaml  # transformers depends on it
+
 from paw.envs.checked import checked
 from paw.envs.terminal.sandbox import RESERVED, TASK_FOLDER, Folder
 from paw.errors import UserError, clean
@@ -137,8 +139,6 @@ def _harbor(path: Path) -> TaskFolder:
 
 
 def _terminal_bench(path: Path) -> TaskFolder:
-    import yaml  # comes with transformers
-
     try:
         content = yaml.safe_load(_text(path, "task.yaml"))
     except yaml.YAMLError as error:

@@ -9,8 +9,9 @@ number is a pure function of (seed, t), so tokens do not depend on the batch, ex
 rounding.
 """
 
+import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -26,11 +27,26 @@ from paw.errors import UserError, describe
 from paw.model.attention import token_mixers
 from paw.model.check import EXACT, LENGTHS, own_logp, sliding_window, typical_difference
 from paw.model.logits import LogitTransform
-from paw.model.precision import running_in
+from paw.model.policy import Policy
+from paw.model.precision import parameters_as, running_in
 from paw.rollouts.engines.base import Completion, Request
 
 TRIAL_TOKENS = 4
 """Length of a response in `check_sampling`, in tokens."""
+
+
+def model_for_sampling(
+    policy: Policy, *, own_weights: bool
+) -> tuple[PreTrainedModel, Callable[[], AbstractContextManager[Any]]]:
+    """Return (the policy's model or with `own_weights` a copy, what makes its parameters' dtype
+    that of the trainer's forward passes)."""
+    model: Any = policy.lm
+    if own_weights:
+        model = copy.deepcopy(model).requires_grad_(False)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(policy.device, policy.dtype)
+        model = model.to(policy.device)  # its buffers
+    return model, lambda: parameters_as(policy.dtype, model.modules())
 
 
 class Generator:
@@ -78,6 +94,13 @@ class Generator:
                 for completion in self._generate(batch):
                     completions[completion.key] = completion
         return [completions[request.key] for request in requests]
+
+    def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy parameters, given by name, into the model."""
+        own_parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, tensor in parameters:
+                own_parameters[name].copy_(tensor)
 
     def _generate(self, batch: list[Request]) -> list[Completion]:
         """Prefill, then sample one token per step for every row that has not finished."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
 from pydantic import BaseModel, Field, ValidationError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from paw.config.sections import LoraConfig
@@ -26,12 +27,8 @@ from paw.errors import clean, describe
 from paw.io.files import writing
 from paw.io.http import BlockingHttpClient, HttpAnswer
 from paw.model.host import in_parts
-from paw.rollouts.engines.vllm_library import (
-    WEIGHTS_DIR_HINT,
-    import_vllm,
-    lora_options,
-    write_adapters,
-)
+from paw.rollouts.engines.adapter_files import write_adapters
+from paw.rollouts.engines.vllm_library import WEIGHTS_DIR_HINT, import_vllm, lora_options
 from paw.rollouts.engines.weight_folders import make_weight_folder
 
 if TYPE_CHECKING:
@@ -170,8 +167,6 @@ class FileTransfer(Transfer):
         self._folder = make_weight_folder(folder)
 
     def _prepare(self, weights: "Weights", version: int) -> None:
-        from safetensors.torch import save_file
-
         folder = self._folder / str(version)
         with writing(folder, WEIGHTS_DIR_HINT):
             folder.mkdir(exist_ok=True)

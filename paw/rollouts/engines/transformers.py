@@ -4,7 +4,6 @@
 no torch.
 """
 
-import copy
 import math
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -35,23 +34,19 @@ class TransformersEngine(Engine):
     @classmethod
     def make(cls, parts: EngineParts) -> Self:
         """Make and check a run's engine, on the policy's weights or a copy of them."""
-        from paw.model.precision import parameters_as  # loads torch
-        from paw.rollouts.engines.generation import check_sampling
+        from paw.rollouts.engines.generation import (  # loads torch
+            check_sampling,
+            model_for_sampling,
+        )
 
-        policy = parts.policy
         settings = cast(TransformersConfig, parts.config.engine)
         origin = f"engine.type = '{settings.type}'"
-        model: Any = policy.lm
-        if parts.own_weights:
-            model = copy.deepcopy(model).requires_grad_(False)
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(policy.device, policy.dtype)
-            model = model.to(policy.device)  # its buffers
+        model, in_dtype = model_for_sampling(parts.policy, own_weights=parts.own_weights)
         engine = cls(
             model,
             end_ids=parts.end_ids,
             max_batch_tokens=settings.max_batch_tokens,
-            in_dtype=lambda: parameters_as(policy.dtype, model.modules()),
+            in_dtype=in_dtype,
             own_weights=parts.own_weights,
             longest=parts.context,
             origin=origin,
@@ -91,7 +86,6 @@ class TransformersEngine(Engine):
         from paw.rollouts.engines.generation import Generator  # loads torch
 
         super().__init__(getattr(model.config, "max_position_embeddings", None))
-        self._model = model
         self._own_weights = own_weights
         self._generator = Generator(
             model,
@@ -109,12 +103,6 @@ class TransformersEngine(Engine):
         return self._generator.answer(requests)
 
     def sync(self, parameters: Iterable[tuple[str, "Tensor"]], version: int) -> None:
-        import torch
-
         super().sync(parameters, version)
-        if not self._own_weights:
-            return
-        own_parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        with torch.no_grad():
-            for name, tensor in parameters:
-                own_parameters[name].copy_(tensor)
+        if self._own_weights:
+            self._generator.load(parameters)

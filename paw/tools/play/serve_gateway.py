@@ -35,6 +35,7 @@ from paw.rollouts.episode import EnvHandle, Episode, Model
 from paw.rollouts.guard import MAX_REWARD
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.session import Notes, Session
+from paw.tools.evaluate.turns import write_turns
 from paw.types import Group, Task, Trajectory
 
 RECIPE = "own-agent"
@@ -175,8 +176,6 @@ class Recorder:
 
     def _end(self, name: str, *, reward: float) -> int:
         """Write a session's turns and forget it. Returns their number."""
-        from paw.tools.evaluate.player import write_turns  # loads torch
-
         env = self._sessions.pop(name).env
         trajectory = env.episode.trajectory
         if trajectory.turns:

@@ -33,7 +33,7 @@ from paw.io.files import write_file
 from paw.model.dtype import training_dtype, with_dtype
 from paw.model.loading import load_tokenizer
 from paw.model.policy import Policy
-from paw.rollouts.engines import make_engine
+from paw.rollouts.engines.make import make_engine
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
 from paw.rollouts.text.chat import Chat

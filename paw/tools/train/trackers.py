@@ -190,21 +190,20 @@ class Mlflow(Tracker):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         # Otherwise it would use a database, which needs more than mlflow-skinny.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric
-        from mlflow.exceptions import MlflowException
+        import mlflow.entities
 
         uri = os.environ.get("MLFLOW_TRACKING_URI") or (run.directory / "mlruns").as_uri()
-        client = MlflowClient(uri)
+        client = mlflow.MlflowClient(uri)
         try:
             client.update_run(previous_id, status="RUNNING")
             run_id = previous_id
-        except MlflowException:  # there is no such run yet, or it was deleted in MLflow
+        except mlflow.MlflowException:  # there is no such run yet, or it was deleted in MLflow
             run_id = _create_mlflow_run(client, run, config)
 
         def log(step: int, numbers: dict[str, float]) -> None:
             now_ms = int(time.time() * 1000)
-            metrics = [Metric(name, value, now_ms, step) for name, value in numbers.items()]
+            make_metric = mlflow.entities.Metric
+            metrics = [make_metric(name, value, now_ms, step) for name, value in numbers.items()]
             client.log_batch(run_id, metrics)
 
         def close() -> None:

@@ -103,8 +103,7 @@ def _import_bm25s() -> tuple[Any, Iterable[str], Any]:
     if hide_numba:
         sys.modules["numba"] = None  # type: ignore[assignment]
     try:
-        import bm25s
-        from bm25s.stopwords import STOPWORDS_EN
+        import bm25s.stopwords
         from Stemmer import Stemmer
     except ImportError:
         raise UserError(
@@ -114,7 +113,7 @@ def _import_bm25s() -> tuple[Any, Iterable[str], Any]:
     finally:
         if hide_numba:
             del sys.modules["numba"]
-    return bm25s, STOPWORDS_EN, Stemmer
+    return bm25s, bm25s.stopwords.STOPWORDS_EN, Stemmer
 
 
 class Bm25Retriever:
