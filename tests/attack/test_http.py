@@ -21,7 +21,6 @@ from processes import wait_until
 
 from paw.config.sections import EndpointConfig
 from paw.envs.search.retrieval import remote
-from paw.envs.search.retrieval import server as retriever_server
 from paw.envs.search.retrieval.base import Hit
 from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.settings import SearchConfig
@@ -34,6 +33,7 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 from paw.agents.endpoint import Endpoint, EndpointError  # noqa: E402
+from paw.envs.search.retrieval import app as retriever_app  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -167,7 +167,7 @@ def serving(monkeypatch) -> Iterator[Callable[..., tuple[str, int]]]:
         for name, value in limits.items():
             monkeypatch.setattr(serving_module, name, value)
         config = SearchConfig(timeout_s=timeout_s)
-        app = retriever_server.make_app(One(), config, documents=1)
+        app = retriever_app.make_app(One(), config, documents=1)
         made = serving_module.make_server(app, timeout_s=timeout_s)
         listener = socket.create_server(("127.0.0.1", 0))
         thread = threading.Thread(target=made.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -19,7 +19,8 @@ from jsonl import write_jsonl
 from processes import wait_until
 from scripted_server import serve as serve_script
 
-from paw.envs.search.retrieval import make_retriever, remote, server
+from paw.envs.search.retrieval import app as retriever_app
+from paw.envs.search.retrieval import make_retriever, remote
 from paw.envs.search.retrieval.base import Hit
 from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.settings import SearchConfig
@@ -54,14 +55,14 @@ def serve(paw_start, corpus) -> Callable:
 
 
 JSON_TYPE = {"Content-Type": "application/json"}
-TOO_MANY = json.dumps({"queries": ["a"] * (server.MAX_QUERIES + 1)})
+TOO_MANY = json.dumps({"queries": ["a"] * (retriever_app.MAX_QUERIES + 1)})
 MISTAKES = {
     "[" * 100_000: "Invalid JSON",
     "[]": "an object, not []",
     "{}": 'give either "queries", a list, or "query", one text',
     '{"query": "a", "queries": ["b"]}': "give either",
     '{"queries": []}': "queries: List should have at least 1",
-    TOO_MANY: f"at most {server.MAX_QUERIES}",
+    TOO_MANY: f"at most {retriever_app.MAX_QUERIES}",
     '{"queries": ["a", 3]}': "queries: 1: Input should be a valid string",
     '{"query": "a", "topk": 0}': "topk: Input should be greater",
     '{"query": "a", "topk": 101}': "topk: Input should be less",
@@ -157,9 +158,9 @@ class Slow:
 
 
 def test_a_busy_server_turns_requests_away_and_what_takes_too_long_ends(monkeypatch):
-    monkeypatch.setattr(server, "MAX_WAITING", 2)
+    monkeypatch.setattr(retriever_app, "MAX_WAITING", 2)
     slow = Slow()
-    app = server.make_app(slow, SearchConfig(timeout_s=TIGHT_S), documents=1)
+    app = retriever_app.make_app(slow, SearchConfig(timeout_s=TIGHT_S), documents=1)
 
     async def body() -> AsyncIterator[bytes]:
         yield b"{"
