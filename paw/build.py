@@ -31,7 +31,7 @@ from paw.model.check import check_path, longest_row
 from paw.model.critic import Critic, load_critic
 from paw.model.dtype import training_dtype
 from paw.model.folder import copy_to_this_machine
-from paw.model.fused import choose_layers
+from paw.model.fused import Layers, choose_layers
 from paw.model.loading import load_policy, load_tokenizer
 from paw.model.lora import add_adapters, check_targets
 from paw.model.optim import make_optimizer
@@ -93,6 +93,31 @@ class Kernels(NamedTuple):
     attention: str
 
 
+class Start(NamedTuple):
+    """What the run begins from, and how its models are computed. The same on all ranks."""
+
+    model: str
+    """The start model's folder, or its Hugging Face name."""
+    path: str
+    """The same, on this machine."""
+    dtype: str
+    """Dtype of its computations."""
+    kernels: Kernels
+    layers: Layers
+    warmup_s: float
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """Entries of run.json."""
+        return {
+            "start": self.model,
+            "dtype": self.dtype,
+            "backend": self.kernels.head_backend,
+            "layers": str(self.layers),
+            "warmup_s": self.warmup_s,
+        }
+
+
 class Models(NamedTuple):
     policy: Policy
     reference: Policy
@@ -107,6 +132,13 @@ class Models(NamedTuple):
         if self.critic is not None:
             models.append(self.critic)
         return models
+
+
+class Loaded(NamedTuple):
+    tokenizer: Any
+    chat: Chat
+    models: Models
+    engine: Engine
 
 
 def join_ranks(device: torch.device, *, peer_timeout_s: float = 600.0) -> Ranks:
@@ -188,43 +220,10 @@ def build(
     which began from its own warm-up model. `config.model.dtype` must not be "auto".
     """
     device = pick_device(config.model.device)
-    kernels = _agree_on_kernels(config, device, ranks)
-
-    warmup_start = time.monotonic()
-    start = preparation.start_model(resumed, config, message, ranks)
-    warmup_s = round(time.monotonic() - warmup_start, 1)
-    path = copy_to_this_machine(start, ranks) if ranks.world_size > 1 else start
-
-    layers, lines = choose_layers(config, path, device, attention=kernels.attention, ranks=ranks)
-    for line in lines:
-        message(line)
-
-    adapters = _sent_adapters(config, find_engine(config.engine.type))
-    started = _start_engine(config, path, device, ranks, adapters, stack)
-    tokenizer = ranks.run_on_all(lambda: load_tokenizer(path))
-    chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_parser)
-
-    models = _load_models(config, path, device, kernels, ranks)
-    _send_buffers(models.distinct, ranks)
-    if layers.liger:
-        for model in models.distinct:
-            apply_liger(model.lm)
-    engine = make_engine(
-        config,
-        policy=models.policy,
-        chat=chat,
-        model_path=path,
-        ranks=ranks,
-        started=started,
-        lora=adapters,
-        own_weights=ranks.world_size > 1,
-        check=ranks.first,
+    start = _prepare_start(
+        config, device, ranks, resumed=resumed, preparation=preparation, message=message
     )
-    stack.callback(engine.close)
-    if config.lora.rank:  # after the engine has copied what it needs
-        add_adapters(models.policy.lm, config.lora, seed=config.run.seed)
-    _compile_and_shard(config, models, ranks, compiled=layers.compiled)
-    check_path(models.policy, path)
+    tokenizer, chat, models, engine = _load(config, start, device, ranks, stack)
 
     packing = Packing.of(config.optim, models.policy, ranks=ranks)
     learners, critic = _make_learners(config, models, ranks, packing)
@@ -240,15 +239,77 @@ def build(
         learners=learners,
         packing=packing,
         encode_observation=_observation_encoder(chat, config.wm.max_tokens),
-        path=path,
-        info={
-            "start": start,
-            "dtype": config.model.dtype,
-            "backend": kernels.head_backend,
-            "layers": str(layers),
-            "warmup_s": warmup_s,
-        },
+        path=start.path,
+        info=start.info,
     )
+
+
+def _prepare_start(
+    config: Config,
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    resumed: Path | None,
+    preparation: Preparation,
+    message: Callable[[str], None],
+) -> Start:
+    """Agree on kernels, make or find the model that the run begins from, and choose the layers."""
+    kernels = _agree_on_kernels(config, device, ranks)
+
+    warmup_start = time.monotonic()
+    model = preparation.start_model(resumed, config, message, ranks)
+    warmup_s = round(time.monotonic() - warmup_start, 1)
+    path = copy_to_this_machine(model, ranks) if ranks.world_size > 1 else model
+
+    layers, lines = choose_layers(config, path, device, attention=kernels.attention, ranks=ranks)
+    for line in lines:
+        message(line)
+    return Start(
+        model=model,
+        path=path,
+        dtype=config.model.dtype,
+        kernels=kernels,
+        layers=layers,
+        warmup_s=warmup_s,
+    )
+
+
+def _load(
+    config: Config, start: Start, device: torch.device, ranks: Ranks, stack: ExitStack
+) -> Loaded:
+    """Load the tokenizer and the models, which are then compiled and sharded, and make the engine.
+
+    The engine is made before the policy gets adapters and is sharded, because it copies what it
+    needs. `stack` closes it.
+    """
+    adapters = _sent_adapters(config, find_engine(config.engine.type))
+    started = _start_engine(config, start.path, device, ranks, adapters, stack)
+    tokenizer = ranks.run_on_all(lambda: load_tokenizer(start.path))
+    chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_parser)
+
+    models = _load_models(config, start.path, device, start.kernels, ranks)
+    _send_buffers(models.distinct, ranks)
+    if start.layers.liger:
+        for model in models.distinct:
+            apply_liger(model.lm)
+
+    engine = make_engine(
+        config,
+        policy=models.policy,
+        chat=chat,
+        model_path=start.path,
+        ranks=ranks,
+        started=started,
+        lora=adapters,
+        own_weights=ranks.world_size > 1,
+        check=ranks.first,
+    )
+    stack.callback(engine.close)
+    if config.lora.rank:
+        add_adapters(models.policy.lm, config.lora, seed=config.run.seed)
+    _compile_and_shard(config, models, ranks, compiled=start.layers.compiled)
+    check_path(models.policy, start.path)
+    return Loaded(tokenizer=tokenizer, chat=chat, models=models, engine=engine)
 
 
 def _observation_encoder(chat: Chat, max_tokens: int) -> Callable[[str], Ids]:

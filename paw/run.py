@@ -562,9 +562,7 @@ def _start(
     dtype, dtype_notes = choose_dtype(config, device, ranks, resumed=resumed)
     # config.toml keeps "auto", because another machine may choose another dtype.
     config_in_dtype = with_dtype(config, dtype)
-    if ranks.first:
-        for line in remove_abandoned([None, *config.engine.weight_folders]):
-            to_stdout(line)
+    _remove_weights_of_killed_runs(config, ranks)
     factory = _check_environment(config_in_dtype, device, ranks, preparation)
     parts = build(
         config_in_dtype,
@@ -648,6 +646,12 @@ def _take_directory(
     run_config = config.run.model_copy(update={"name": name})
     named_config = config.model_copy(update={"run": run_config})
     return _Directory(path=path, config=named_config, notes=notes)
+
+
+def _remove_weights_of_killed_runs(config: Config, ranks: Ranks) -> None:
+    if ranks.first:
+        for line in remove_abandoned([None, *config.engine.weight_folders]):
+            to_stdout(line)
 
 
 def _check_environment(

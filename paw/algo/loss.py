@@ -346,25 +346,20 @@ def token_batch(
         minibatch, batch.indices, norm, verl_samples=verl_samples, update_samples=update_samples
     )
     wm_scale *= update_samples / len(minibatch)
-    weights: list[float] = []
-    lengths: list[int] = []
+    span_weights: list[float] = []
+    span_lengths: list[int] = []
     for response_weight, sample, count in zip(
         response_weights, samples, target_counts, strict=True
     ):
-        weights += [response_weight, sample.wm_weight * wm_scale / max(count, 1)]
-        lengths += [len(sample.response_ids), count]
-    token_counts = np.asarray(lengths, np.int64)
+        span_weights += [response_weight, sample.wm_weight * wm_scale / max(count, 1)]
+        span_lengths += [len(sample.response_ids), count]
+    token_counts = np.asarray(span_lengths, np.int64)
     tokens_of_sample = token_counts.reshape(-1, 2).sum(1)
     is_response = np.repeat(np.arange(len(token_counts)) % 2 == 0, token_counts)
-
-    def of_responses(rows: Iterable[Values]) -> np.ndarray:
-        """Return [N]: each sample's row of values on response tokens, 0 on observation tokens."""
-        values = np.zeros(len(is_response), np.float32)
-        values[is_response] = np.concatenate([no_values(), *rows])
-        return values
+    of_responses = partial(_on_responses, is_response)
 
     columns = {
-        "weight": np.repeat(np.asarray(weights), token_counts).astype(np.float32),
+        "weight": np.repeat(np.asarray(span_weights), token_counts).astype(np.float32),
         "advantage": of_responses(sample.advantages for sample in samples),
         "old_logp": of_responses(sample.old_logp for sample in samples),
         "sampled_logp": of_responses(sample.sampled_logp for sample in samples),
@@ -376,6 +371,13 @@ def token_batch(
         columns["sampler_gap"] = of_responses(map(_gaps, samples))
     tensors = to_device(list(columns.values()), batch.target.device)
     return TokenBatch(observation=batch.observation, **dict(zip(columns, tensors, strict=True)))
+
+
+def _on_responses(is_response: np.ndarray, rows: Iterable[Values]) -> np.ndarray:
+    """Return [N]: each sample's row of values on response tokens, 0 on observation tokens."""
+    values = np.zeros(len(is_response), np.float32)
+    values[is_response] = np.concatenate([no_values(), *rows])
+    return values
 
 
 def target_count(sample: Sample, with_observation: bool) -> int:

@@ -53,16 +53,7 @@ def share_sequences(
 
     moving, index = np.unique(chain_of_sequence, return_inverse=True)
     moving_starts = chain_starts[moving]
-    tokens = np.bincount(index, lengths, minlength=len(moving)).astype(np.int64)
-    work = lengths + packing.quadratic * lengths.astype(np.float64) ** 2
-    chains = Chains(
-        holder=samples.column("holder")[moving_starts],
-        group=samples.column("group")[moving_starts],
-        order=samples.column("prefix_order")[moving_starts],
-        tokens=tokens,
-        shared=np.minimum(samples.column("shared_prefix")[moving_starts], tokens),
-        work=np.bincount(index, work, minlength=len(moving)),
-    )
+    chains = _chains(samples, moving_starts, index, lengths, quadratic=packing.quadratic)
     chain_ranks = place(
         chains,
         world_size=world_size,
@@ -76,6 +67,31 @@ def share_sequences(
         chain_starts=moving_starts,
         chain_ends=np.append(chain_starts[1:], len(samples))[moving],
         chain_ranks=chain_ranks,
+    )
+
+
+def _chains(
+    samples: SharedSamples,
+    chain_starts: np.ndarray,
+    chain_of_sequence: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    quadratic: float,
+) -> Chains:
+    """Return the chains that begin at these samples, for `place`.
+
+    `chain_of_sequence` indexes `chain_starts`. `lengths` are those of the sequences, in tokens.
+    """
+    count = len(chain_starts)
+    tokens = np.bincount(chain_of_sequence, lengths, minlength=count).astype(np.int64)
+    work = lengths + quadratic * lengths.astype(np.float64) ** 2
+    return Chains(
+        holder=samples.column("holder")[chain_starts],
+        group=samples.column("group")[chain_starts],
+        order=samples.column("prefix_order")[chain_starts],
+        tokens=tokens,
+        shared=np.minimum(samples.column("shared_prefix")[chain_starts], tokens),
+        work=np.bincount(chain_of_sequence, work, minlength=count),
     )
 
 

@@ -65,12 +65,7 @@ def select(
             f"n_groups={n_groups} is less than the {len(lambdas)} groups of the samples"
         )
 
-    candidates = np.flatnonzero(column(samples, "observation_length"))
-    if distinct is not None:
-        first_of_key: dict[Hashable, int] = {}
-        for i in candidates.tolist():
-            first_of_key.setdefault(distinct[i], i)
-        candidates = np.array(list(first_of_key.values()), np.int64)
+    candidates = _candidates(samples, distinct)
     entropy = column(samples, "entropy")[candidates]
     if not np.isfinite(entropy).all():
         raise ValueError("sample.entropy must be finite on every sample with a target")
@@ -87,6 +82,17 @@ def select(
     weights = np.zeros(len(samples))
     weights[chosen] = lambda_of_group[group] / (n_groups * group_sizes[group])
     return Selection(weights.tolist(), selected.tolist(), list(lambdas.values()))
+
+
+def _candidates(samples: Sequence[Sample], distinct: Sequence[Hashable] | None) -> np.ndarray:
+    """Return the indices, [n] int, of samples with a target; with `distinct`, the first of each key."""
+    with_target = np.flatnonzero(column(samples, "observation_length"))
+    if distinct is None:
+        return with_target
+    first_of_key: dict[Hashable, int] = {}
+    for i in with_target.tolist():
+        first_of_key.setdefault(distinct[i], i)
+    return np.array(list(first_of_key.values()), np.int64)
 
 
 def _lambdas(

@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,13 +94,7 @@ class Game:
         read from a file."""
 
         facts, self.goal = _parse_problem(problem, name)
-        starts = facts.pairs("atlocation")
-        located = facts.pairs("receptacleatlocation")
-        if len(starts) != 1 or not located:
-            missing = "receptacle" if starts else "agent"
-            raise UserError(
-                f"game file {name}: its PDDL problem places no {missing}, or more than one agent"
-            )
+        starts, located = _places(facts, name)
 
         # No action changes these.
         self.names = _names(facts)
@@ -108,49 +103,49 @@ class Game:
         """Receptacle id -> location id, receptacles in sorted order."""
         self.at = _grouped(self.location.items())
         """Location id -> its receptacles, sorted."""
-        self.destinations = {
-            f"go to {self.names[receptacle]}": receptacle for receptacle in self.location
-        }
         self.receptacle_type = dict(facts.pairs("receptacletype"))
         self.object_type = dict(facts.pairs("objecttype"))
         self.can_contain = frozenset(facts.pairs("cancontain"))
         """Pairs (receptacle type, object type)."""
         self.able = {ability: facts.subjects(ability) for ability in _ABILITIES}
         """Ability -> the ids that have it."""
-        empty = dict.fromkeys(facts.subjects("isreceptacleobject"), ())
-        self.inner = empty | _grouped(facts.pairs("inreceptacleobject"))
-        """What lies in objects that are receptacles themselves (a bowl), by object. It never
-        changes."""
+        bowls = facts.subjects("isreceptacleobject")
+        self.inner = _grouped(facts.pairs("inreceptacleobject"), bowls)
+        """What lies in objects that are receptacles themselves (a bowl), by object."""
         self.tools = {"clean": sink_types, "heat": ("microwavetype",), "cool": ("fridgetype",)}
         """Kind of task -> the receptacle types in which an object is treated."""
 
         # The state at the start.
         self.start = starts[0][1]
         """The agent's location."""
-        empty = dict.fromkeys(self.location, ())
-        self.contents = empty | _grouped(facts.pairs("inreceptacle"))
+        self.contents = _grouped(facts.pairs("inreceptacle"), self.location)
         """Receptacle id -> objects in or on it, sorted. An object can be in two at once."""
         self.object_location = frozenset(facts.pairs("objectatlocation"))
         """Pairs (object, location). An object's location can differ from its receptacle's."""
         self.opened = facts.subjects("opened")
-        self.states: dict[str, frozenset[str]] = {}
+        self.states = _states(facts)
         """Object id -> those of clean, hot, cool, sliced, toggled that hold at the start."""
-        for predicate, state in _STATE_PREDICATES.items():
-            for object_id in facts.subjects(predicate):
-                self.states[object_id] = self.states.get(object_id, frozenset()) | {state}
 
-        # These can fulfil the goal.
-        kind, goal_object, target = self.goal
-        suitable = self.able.get(f"{kind}able", self.object_type.keys())
-        self.candidates = frozenset(
+    @cached_property
+    def destinations(self) -> dict[str, str]:
+        """Command -> the receptacle to which it goes."""
+        return {f"go to {self.names[receptacle]}": receptacle for receptacle in self.location}
+
+    @cached_property
+    def candidates(self) -> frozenset[str]:
+        """Objects that can fulfil the goal."""
+        suitable = self.able.get(f"{self.goal.kind}able", self.object_type.keys())
+        return frozenset(
             object_id
             for object_id, type_ in self.object_type.items()
-            if type_ == goal_object and object_id in suitable
+            if type_ == self.goal.object and object_id in suitable
         )
-        """Objects that can fulfil the goal."""
-        types = self.object_type if kind == "look" else self.receptacle_type
-        self.targets = sorted(id_ for id_, type_ in types.items() if type_ == target)
+
+    @cached_property
+    def targets(self) -> list[str]:
         """Receptacles of the goal's type, sorted; for "look", the lamps."""
+        types = self.object_type if self.goal.kind == "look" else self.receptacle_type
+        return sorted(id_ for id_, type_ in types.items() if type_ == self.goal.target)
 
     @property
     def kind(self) -> str:
@@ -232,9 +227,35 @@ def _parse_problem(problem: str, name: str) -> tuple[_Facts, Goal]:
     return facts, _parse_goal(text[goal_start:], name)
 
 
-def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
-    """Group the first elements, in order, by the second element they are paired with."""
-    groups: dict[str, tuple[str, ...]] = {}
+def _places(facts: _Facts, name: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return the pairs (agent, location), of which there is one, and (receptacle, location)."""
+    starts = facts.pairs("atlocation")
+    located = facts.pairs("receptacleatlocation")
+    if len(starts) != 1 or not located:
+        missing = "receptacle" if starts else "agent"
+        raise UserError(
+            f"game file {name}: its PDDL problem places no {missing}, or more than one agent"
+        )
+    return starts, located
+
+
+def _states(facts: _Facts) -> dict[str, frozenset[str]]:
+    """Return by object id those of clean, hot, cool, sliced, toggled that hold."""
+    states: dict[str, frozenset[str]] = {}
+    for predicate, state in _STATE_PREDICATES.items():
+        for object_id in facts.subjects(predicate):
+            states[object_id] = states.get(object_id, frozenset()) | {state}
+    return states
+
+
+def _grouped(
+    pairs: Iterable[tuple[str, str]], seconds: Iterable[str] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Group the first elements, in order, by the second element they are paired with.
+
+    `seconds` are there in any case, with an empty group if nothing is paired with them.
+    """
+    groups: dict[str, tuple[str, ...]] = dict.fromkeys(seconds, ())
     for first, second in pairs:
         groups[second] = (*groups.get(second, ()), first)
     return groups

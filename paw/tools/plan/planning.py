@@ -195,6 +195,29 @@ def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Itera
     `quicker` are plans with episodes played ahead. `adapters` are the options with which adapters
     would fit if nothing else does.
     """
+    yield from _size_lines(best)
+    for reason in best.reasons():
+        yield f"does not fit: {reason}"
+    if adapters:
+        yield f"with adapters it would fit: {adapters}"
+    ahead = ", the rollout beside the rest" if best.config.rollout.ahead else ""
+    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in best.seconds.items())
+    yield f"{best.step_s:.0f} s an update{ahead}: {parts}"
+    yield _layers_line(best)
+    for plan in quicker:
+        options = words(plan.config, best.config)
+        yield f"{plan.step_s:.0f} s where episodes may be of the update before: {options}"
+    yield from _waste_lines(best)
+    if best.hosts > 1 and any(plan.config.engine.gpus for plan in (best, *quicker)):
+        yield (
+            "on several machines start servers by hand:"
+            " --engine.servers 0 --engine.urls '[...]' (docs/scale.md)"
+        )
+    yield "All of this is a prediction: none of it was run on a GPU."
+
+
+def _size_lines(best: Plan) -> Iterator[str]:
+    """Yield what training and rollouts take of which cards."""
     engine = best.engine
     peaks = [sum(parts.values()) for phase, parts in best.phases.items() if phase != "server"]
     training = (
@@ -217,17 +240,9 @@ def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Itera
             f" holds {best.kv_tokens / best.play.length:,.0f} of average length"
         )
 
-    for reason in best.reasons():
-        yield f"does not fit: {reason}"
-    if adapters:
-        yield f"with adapters it would fit: {adapters}"
-    ahead = ", the rollout beside the rest" if best.config.rollout.ahead else ""
-    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in best.seconds.items())
-    yield f"{best.step_s:.0f} s an update{ahead}: {parts}"
-    yield _layers_line(best)
-    for plan in quicker:
-        options = words(plan.config, best.config)
-        yield f"{plan.step_s:.0f} s where episodes may be of the update before: {options}"
+
+def _waste_lines(best: Plan) -> Iterator[str]:
+    """Yield what more cards do not make quicker."""
     minibatch = best.config.optim.minibatch_samples
     if minibatch < best.N:
         yield (
@@ -240,12 +255,6 @@ def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Itera
             f"host: {everyones_s:.2f} s an update for the numbers of all turns, which more cards do"
             f" not make less, and {own_s:.2f} s for a card's own tokens (docs/scale.md#the-next-wall)"
         )
-    if best.hosts > 1 and any(plan.config.engine.gpus for plan in (best, *quicker)):
-        yield (
-            "on several machines start servers by hand:"
-            " --engine.servers 0 --engine.urls '[...]' (docs/scale.md)"
-        )
-    yield "All of this is a prediction: none of it was run on a GPU."
 
 
 def _layers_line(best: Plan) -> str:

@@ -383,21 +383,6 @@ def _facts(run: Run, *, damaged: int) -> dict[str, str]:
     if tokens_per_s is not None:
         throughput = f"{_value(tokens_per_s, '')} tokens/s at the end"
 
-    software = []
-    for key, template in (
-        ("torch", "PyTorch {}"),
-        ("engine", "{} engine"),
-        ("backend", "{} kernels"),
-    ):
-        if info.get(key):
-            software.append(template.format(info[key]))
-
-    health = []
-    for metric in SECTIONS["Health"]:
-        total = _total(run, metric) if metric.is_count else 0
-        if total:
-            health.append(f"{total:g} {metric.label.lower()}")
-
     damaged_text = ""
     if damaged:
         damaged_text = f"{damaged} unreadable line{'s' if damaged > 1 else ''} left out"
@@ -411,13 +396,36 @@ def _facts(run: Run, *, damaged: int) -> dict[str, str]:
         "Device": str(info.get("device") or ""),
         "Peak memory": "" if peak_gib is None else f"{peak_gib:.3g} GiB",
         "Throughput": throughput,
-        "Software": ", ".join(software),
+        "Software": _software(info),
         "Games": str(info.get("games") or ""),
         "Started": str(info.get("started") or ""),
-        "Health": ", ".join(health),
+        "Health": _health(run),
         "Damaged log": damaged_text,
     }
     return {label: value for label, value in facts.items() if value}
+
+
+def _software(info: dict[str, Any]) -> str:
+    """Name what computed the run: PyTorch, the engine, the kernels."""
+    software = []
+    for key, template in (
+        ("torch", "PyTorch {}"),
+        ("engine", "{} engine"),
+        ("backend", "{} kernels"),
+    ):
+        if info.get(key):
+            software.append(template.format(info[key]))
+    return ", ".join(software)
+
+
+def _health(run: Run) -> str:
+    """Count what went wrong: failed episodes, skipped updates and so on."""
+    health = []
+    for metric in SECTIONS["Health"]:
+        total = _total(run, metric) if metric.is_count else 0
+        if total:
+            health.append(f"{total:g} {metric.label.lower()}")
+    return ", ".join(health)
 
 
 def _total(run: Run, metric: Metric) -> float:
