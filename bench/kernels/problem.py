@@ -132,38 +132,20 @@ def make_problem(
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
-    def choose(count: int, total: int) -> Tensor:
-        return torch.randperm(total, generator=generator, device=device)[:count]
-
     weight = randn(V, D).mul_(D**-0.5)
     hidden = randn(T, D)
     target = torch.randint(V, (T,), generator=generator, device=device)
     L = round(live * T)
-    order = choose(T, T)
+    order = choose(T, T, generator)
     alive = order[:L].sort().values
     dead = order[L:]
 
     point_at_targets(hidden, weight, target, dead)
     log_sum = log_sums(hidden, weight)
     logp = target_logits(hidden, weight, target) - log_sum
-    if (logp[dead].exp() < 2 * RHO).any() or (logp[alive].exp() > RHO / 2).any():
-        raise ValueError(f"D={D} is too small to tell live rows from dead ones at V={V}")
-
-    observation = torch.ones(T, dtype=torch.bool, device=device)
-    observation[alive[::2]] = False
-    sign = torch.randint(2, (T,), generator=generator, device=device) * 2.0 - 1
-    rows = Tokens(
-        weight=torch.full_like(sign, 0.7 / T),
-        observation=observation,
-        advantage=sign,
-        old_logp=logp.float(),
-    )
-
-    half = CHECKED // 2
-    checked = dead[:half]
-    if L:
-        checked = torch.cat((alive[choose(min(half, L), L)], checked))
-    words = torch.cat((target[alive[:half]], choose(half, V))).unique()
+    check_rows(logp, alive, dead, D=D, V=V)
+    rows = make_tokens(alive, logp, generator)
+    checked, words = checked_parts(alive, dead, target, V, generator)
     return Problem(
         hidden=hidden,
         weight=weight,
@@ -175,6 +157,44 @@ def make_problem(
         logp=logp,
         checked=checked,
         words=words,
+    )
+
+
+def choose(count: int, total: int, generator: torch.Generator) -> Tensor:
+    """`count` distinct numbers below `total`."""
+    return torch.randperm(total, generator=generator, device=generator.device)[:count]
+
+
+def checked_parts(
+    alive: Tensor, dead: Tensor, target: Tensor, V: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """(rows whose results are checked, words whose weights' gradients are checked)."""
+    half = CHECKED // 2
+    checked = dead[:half]
+    if len(alive):
+        drawn = choose(min(half, len(alive)), len(alive), generator)
+        checked = torch.cat((alive[drawn], checked))
+    words = torch.cat((target[alive[:half]], choose(half, V, generator))).unique()
+    return checked, words
+
+
+def check_rows(logp: Tensor, alive: Tensor, dead: Tensor, *, D: int, V: int) -> None:
+    """Raises ValueError if live rows cannot be told from dead ones by their targets' p."""
+    if (logp[dead].exp() < 2 * RHO).any() or (logp[alive].exp() > RHO / 2).any():
+        raise ValueError(f"D={D} is too small to tell live rows from dead ones at V={V}")
+
+
+def make_tokens(alive: Tensor, logp: Tensor, generator: torch.Generator) -> Tokens:
+    """What the loss reads: every second live row is of a response, with an advantage of 1 or -1."""
+    T = len(logp)
+    observation = torch.ones(T, dtype=torch.bool, device=logp.device)
+    observation[alive[::2]] = False
+    sign = torch.randint(2, (T,), generator=generator, device=logp.device) * 2.0 - 1
+    return Tokens(
+        weight=torch.full_like(sign, 0.7 / T),
+        observation=observation,
+        advantage=sign,
+        old_logp=logp.float(),
     )
 
 

@@ -164,6 +164,15 @@ def chunk_rows(T: int, D: int, V: int, *, backward: bool = True) -> int:
     return ceil_div(tiles, number_of_chunks) * TILE_ROWS
 
 
+def weight_gradient_bytes(chunk: int, number_of_chunks: int) -> int:
+    """Bytes that a chunk moves for each number of dL/dW."""
+    if number_of_chunks == 1:
+        return 2  # bf16, written once
+    if chunk == 0:
+        return 4  # float32, written
+    return 8  # float32, read and written
+
+
 def paw(
     T: int, D: int, V: int, live: float, *, backward: bool = True, known: bool = False
 ) -> list[Term]:
@@ -193,12 +202,7 @@ def paw(
             continue
 
         L = share * n
-        if len(sizes) == 1:
-            dw_bytes = 2  # bf16, written once
-        elif i == 0:
-            dw_bytes = 4  # float32, written
-        else:
-            dw_bytes = 8  # float32, read and written
+        dw_bytes = weight_gradient_bytes(i, len(sizes))
         terms += [
             Term("wait", waits=1, launches=CHUNK_LAUNCHES),  # for the number of live rows
             Term("gradient", read=2 * L * V + statistics * L, written=2 * L * V),

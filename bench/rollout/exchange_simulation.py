@@ -16,7 +16,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -127,29 +127,35 @@ def main() -> None:
     write(RESULTS / "exchange_simulated.csv", rows)
 
 
+class Clock:
+    """Measures the process's time of parts that follow one another."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        self._started = time.process_time()
+
+    def stop(self, part: str) -> None:
+        """Note the time of a part. The next begins."""
+        self.seconds[part] = round(time.process_time() - self._started, 3)
+        self.start()
+
+
 def simulate(tokens: int, world_size: int) -> dict[str, Any]:
     turns = (LEAST_TURNS + TURNS) / 2
     groups = make_groups(round(tokens / (PROMPT + RESPONSE) / turns), world_size)
-    turns_of_rank = [0] * world_size
-    for group in groups:
-        for trajectory in group.trajectories:
-            turns_of_rank[getattr(trajectory, "rank", 0)] += len(trajectory.turns)
+    turns_of_rank = count_turns(groups, world_size)
     ranks: Any = OneOfMany(0, turns_of_rank)
-    seconds: dict[str, float] = {}
-    start = time.process_time()
-
-    def clock(part: str) -> None:
-        nonlocal start
-        seconds[part] = round(time.process_time() - start, 3)
-        start = time.process_time()
-
+    clock = Clock()
     tell_episodes(groups, ranks)
-    clock("episodes_s")
+    clock.stop("episodes_s")
 
     def share(samples: SharedSamples) -> None:
-        clock("own_s")
+        clock.stop("own_s")
         share_scalars(samples, ranks, anchors="equality", share_prefixes=True)
-        clock("numbers_s")
+        clock.stop("numbers_s")
 
     samples = to_samples(
         groups,
@@ -159,18 +165,18 @@ def simulate(tokens: int, world_size: int) -> dict[str, Any]:
         share=share,
     )
     assert isinstance(samples, SharedSamples)
-    start = time.process_time()
+    clock.start()
     ranks.turns_of_rank = turns_of_groups(samples.column("group"), world_size)
     samples.assign("advantage", compute_by_group(samples, gigpo, ranks))
-    clock("advantages_s")
+    clock.stop("advantages_s")
     samples.assign("entropy", np.random.default_rng(2).random(len(samples)))
-    start = time.process_time()
+    clock.start()
     chosen = select(samples, alpha=0.6, weight="adaptive", reward_max=1.0, n_groups=len(groups))
     samples.assign("wm_weight", chosen.weights)
-    clock("selection_s")
+    clock.stop("selection_s")
     played = row_tokens(samples)[samples.held()].sum()
     got, most = placed(samples, world_size)
-    clock("placement_s")
+    clock.stop("placement_s")
 
     mib = TOKEN_BYTES / 2**20
     return {
@@ -180,12 +186,21 @@ def simulate(tokens: int, world_size: int) -> dict[str, Any]:
         "own_turns": turns_of_rank[0],
         "received_mib": round(ranks.received_bytes / 2**20, 1),
         "columns_mib": round(columns_bytes(samples) / 2**20, 1),
-        **seconds,
-        "sum_s": round(sum(seconds.values()), 2),
+        **clock.seconds,
+        "sum_s": round(sum(clock.seconds.values()), 2),
         "played_mib": round(mib * float(played), 1),
         "rows_got_mib": round(mib * float(got.max()), 1),
         "rows_mib": round(mib * float(most.max()), 1),
     }
+
+
+def count_turns(groups: Sequence[Group], world_size: int) -> list[int]:
+    """Turns that each rank played."""
+    turns_of_rank = [0] * world_size
+    for group in groups:
+        for trajectory in group.trajectories:
+            turns_of_rank[getattr(trajectory, "rank", 0)] += len(trajectory.turns)
+    return turns_of_rank
 
 
 def columns_bytes(samples: SharedSamples) -> int:

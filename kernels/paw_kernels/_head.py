@@ -92,9 +92,7 @@ def head_pass(
     the checks of the targets, which raise when the host first waits for the device.
     """
     values = values or Values(target, head.weight.shape[0])
-    N = len(hidden)
-    if index is not None:
-        N = index.numel()
+    N = len(hidden) if index is None else index.numel()
     logp = torch.empty(N, dtype=torch.float32, device=hidden.device)
     entropy = torch.empty(N, dtype=torch.float32, device=hidden.device)
     row_has_gradient = None

@@ -117,17 +117,12 @@ def _one_pass(
     """Implement the operator `_SCHEMA`."""
     loss_function = _losses[loss]
     batch = _batch_fields(names, values)
-    numbers = [
-        (name, value)
-        for name, value in batch.items()
-        if value is not None and value.is_floating_point()
-    ]
     token_loss = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
 
     def coefficients(chunk: slice, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
-        chunk_batch = SimpleNamespace()
-        for name, value in batch.items():
-            setattr(chunk_batch, name, rows_of(value, chunk))
+        chunk_batch = SimpleNamespace(
+            **{name: rows_of(value, chunk) for name, value in batch.items()}
+        )
         token_loss[chunk], a, c = _loss_derivatives(loss_function, logp, entropy, chunk_batch)
         return a, c
 
@@ -139,7 +134,7 @@ def _one_pass(
         index=None,
         coefficients=coefficients,
         wants=wants,
-        values=Values(target, weight.shape[0], numbers),
+        values=Values(target, weight.shape[0], _numbers(batch)),
     )
 
     assert result.has_gradient is not None
@@ -169,6 +164,15 @@ def _batch_fields(names: str, values: Sequence[Tensor]) -> dict[str, Tensor | No
         else:
             batch[name] = next(tensors)
     return batch
+
+
+def _numbers(batch: dict[str, Tensor | None]) -> list[tuple[str, Tensor]]:
+    """Return the floating-point fields of the batch, with their names."""
+    numbers = []
+    for name, value in batch.items():
+        if value is not None and value.is_floating_point():
+            numbers.append((name, value))
+    return numbers
 
 
 def _loss_derivatives(
@@ -300,16 +304,8 @@ def token_loss(
     """
     hidden, weight, bias = check_head(hidden, weight, target, bias, temperature, softcap)
     names, values = _batch_tensors(batch, hidden)
-    if not isinstance(loss, Loss):
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "inside torch.compile the loss must be a paw_kernels.Loss that was made outside it"
-            )
-        loss = Loss(loss)
-    wants = [
-        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-        for tensor in (hidden, weight, bias)
-    ]
+    registered = _registered(loss)
+    wants = [_wants_gradient(tensor) for tensor in (hidden, weight, bias)]
     operator = _token_loss
     if unobserved(hidden, weight, bias, target, *values):
         operator = _direct
@@ -324,12 +320,30 @@ def token_loss(
         softcap,
         values,
         names,
-        loss.key,
+        registered.key,
         backend,
         wants,
     )
     per_token = (output.detach() for output in outputs[1:5])
     return TokenLoss(outputs[0], *per_token)
+
+
+def _wants_gradient(tensor: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+
+
+def _registered(loss: Loss | LossFunction) -> Loss:
+    """Return the loss as a `Loss`, whose key the operator takes.
+
+    Raises RuntimeError for a function inside `torch.compile`.
+    """
+    if isinstance(loss, Loss):
+        return loss
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "inside torch.compile the loss must be a paw_kernels.Loss that was made outside it"
+        )
+    return Loss(loss)
 
 
 def _batch_tensors(batch: Any, hidden: Tensor) -> tuple[str, list[Tensor]]:
