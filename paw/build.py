@@ -164,12 +164,12 @@ def check_environment(config: Config) -> EnvFactory:
     find_agent(config)
     find_own_agents(config)
     factory = make_factory(config)
-    for label, part in parts_of(factory, config.env).items():
+    for label, env_part in parts_of(factory, config.env).items():
         with named_entry(label):
             if config.wm.enabled and config.wm.weight == "adaptive":
-                check_reward_max(part.factory, part.config.name)
-            train_tasks(part.factory, 0, 1, config.run.seed, split=part.config.train_split)
-            eval_tasks(part.factory, part.config.eval_split, 1, config.eval.seed)
+                check_reward_max(env_part.factory, env_part.config.name)
+            train_tasks(env_part.factory, 0, 1, config.run.seed, split=env_part.config.train_split)
+            eval_tasks(env_part.factory, env_part.config.eval_split, 1, config.eval.seed)
     return factory
 
 

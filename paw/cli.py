@@ -109,7 +109,7 @@ def entry() -> NoReturn:
     libraries sometimes abort.
     """
     try:
-        code = main()
+        exit_code = main()
     except SystemExit as error:  # raised by the parser: --help, --version
         watcher.say_ending(error.code if isinstance(error.code, int) else 0)
         raise
@@ -118,15 +118,15 @@ def entry() -> NoReturn:
         if "RANK" not in os.environ:
             raise
         traceback.print_exc()
-        code = 1
-    watcher.say_ending(code)
-    if code == 130 or "RANK" in os.environ:
+        exit_code = 1
+    watcher.say_ending(exit_code)
+    if exit_code == 130 or "RANK" in os.environ:
         end_tool_servers()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
-        os._exit(code)
-    sys.exit(code)
+        os._exit(exit_code)
+    sys.exit(exit_code)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -64,17 +64,17 @@ class EpisodeLog:
         self.target_logps.clear()
         self.records.clear()
         candidates: list[tuple[int, int, ChosenEpisode]] = []
-        index = 0
+        turn_index = 0
         for group_index, group in enumerate(groups):
             summary: Record = {}
-            place = 0  # among those of this rank
+            episode_place = 0  # among those of this rank
             for trajectory in group.trajectories:
                 if not isinstance(trajectory, AwayTrajectory):
                     summary = summary or _group_summary(group)
-                    chosen = ChosenEpisode(index, trajectory, summary)
-                    candidates.append((place, group_index, chosen))
-                    place += 1
-                index += 1
+                    chosen = ChosenEpisode(turn_index, trajectory, summary)
+                    candidates.append((episode_place, group_index, chosen))
+                    episode_place += 1
+                turn_index += 1
         candidates.sort(key=lambda candidate: candidate[:2])
         self.chosen = [chosen for _, _, chosen in candidates[: self.count]]
 
@@ -84,15 +84,15 @@ class EpisodeLog:
         They stay on the device, and are not read here.
         """
         indices = {chosen.index for chosen in self.chosen}
-        start = 0
+        response_start = 0
         for i in batch.indices:
             sample = minibatch[i]
-            responses_end = start + len(sample.response_ids)
-            end = responses_end + target_count(sample, batch.with_observation)
+            responses_end = response_start + len(sample.response_ids)
+            sequence_end = responses_end + target_count(sample, batch.with_observation)
             key = (sample.trajectory, sample.step)
-            if end > responses_end and sample.trajectory in indices:
-                self.target_logps.setdefault(key, logp[responses_end:end].detach())
-            start = end
+            if sequence_end > responses_end and sample.trajectory in indices:
+                self.target_logps.setdefault(key, logp[responses_end:sequence_end].detach())
+            response_start = sequence_end
 
     def finish(self, samples: Sequence[Sample]) -> None:
         """Complete the records, once the optimizer has taken the update's steps."""
@@ -196,15 +196,17 @@ def _targets(
 
     If another rank holds the sample's row, the target tokens are those of the turn.
     """
-    ids = sample.observation_ids
-    if not isinstance(ids, np.ndarray):
-        ids = turn.observation_ids if turn.observation_ids is not None else np.empty(0, np.int32)
-    logps: list[float | None] = [None] * len(ids)
+    observation_ids = sample.observation_ids
+    if not isinstance(observation_ids, np.ndarray):
+        observation_ids = (
+            turn.observation_ids if turn.observation_ids is not None else np.empty(0, np.int32)
+        )
+    logps: list[float | None] = [None] * len(observation_ids)
     values = iter(rounded(target_logps, digits=3))
-    for start, end in sample.spans or [(0, len(ids))]:
-        for i in range(start, end):
+    for target_start, target_end in sample.spans or [(0, len(observation_ids))]:
+        for i in range(target_start, target_end):
             logps[i] = next(values, None)
-    return ids.tolist(), logps
+    return observation_ids.tolist(), logps
 
 
 def rounded(values: Values | Sequence[float], *, digits: int) -> list[float | None]:

@@ -95,8 +95,8 @@ def memory_message(
     settings += MEMORY_SETTINGS.get(phase, ())
     if not settings:
         settings += MEMORY_SETTINGS["update"]
-    *others, last = settings
-    advice = f"{', '.join(others)} or {last}" if others else last
+    *others, last_setting = settings
+    advice = f"{', '.join(others)} or {last_setting}" if others else last_setting
     return (
         f"out of memory in phase '{phase}' of update {update} on rank {rank}, "
         f"peak {peak_gib:.1f} GiB: lower or set {advice} (`paw plan` finds settings that fit); "
@@ -153,9 +153,11 @@ def collapse_warning(
 
 def _collapsed(history: Sequence[Mapping[str, float | None]]) -> bool:
     keys = ("health/valid_actions", "success/all", "policy/entropy")
-    rows = [row for row in history if all(row.get(key) is not None for key in keys)]
-    before = rows[:-COLLAPSE_WINDOW]
-    window = rows[-COLLAPSE_WINDOW:]
+    complete_rows = [
+        update for update in history if all(update.get(key) is not None for key in keys)
+    ]
+    before = complete_rows[:-COLLAPSE_WINDOW]
+    window = complete_rows[-COLLAPSE_WINDOW:]
     if len(window) < COLLAPSE_WINDOW or not before:
         return False
 
@@ -169,4 +171,4 @@ def _collapsed(history: Sequence[Mapping[str, float | None]]) -> bool:
 
 
 def _column(rows: Sequence[Mapping[str, float | None]], key: str) -> list[float]:
-    return [float(row[key] or 0.0) for row in rows]
+    return [float(update[key] or 0.0) for update in rows]

@@ -164,7 +164,7 @@ class PolicyUpdate:
         )
         # Gradients are averaged over the ranks, but the loss is summed over them.
         scaled_tokens = replace(tokens, weight=world_size * tokens.weight)
-        out = losses.joint_loss(
+        joint = losses.joint_loss(
             run.policy,
             batch,
             scaled_tokens,
@@ -174,16 +174,16 @@ class PolicyUpdate:
         if not self.sampler_is_checked:  # before the first gradient
             samples = [minibatch[i] for i in batch.indices]
             self.sampler_metrics = compare_sampler(
-                out, tokens, samples, ranks=run.ranks, version=run.step
+                joint, tokens, samples, ranks=run.ranks, version=run.step
             )
             self.sampler_is_checked = True
         if run.episode_log:
-            run.episode_log.observe(out.logp, batch, minibatch)
-        out.loss.backward()
+            run.episode_log.observe(joint.logp, batch, minibatch)
+        joint.loss.backward()
 
-        unscaled_out = out._replace(token_loss=out.token_loss / world_size)
+        unscaled = joint._replace(token_loss=joint.token_loss / world_size)
         sums = token_sums(
-            unscaled_out,
+            unscaled,
             tokens,
             batch,
             policy=self.objective.policy,
@@ -194,7 +194,7 @@ class PolicyUpdate:
         self.sums.add(sums)
         self.shared_tokens += batch.shared_tokens
         self.row_tokens += batch.shared_tokens + len(batch.input_ids)
-        return out.loss.detach().double() / world_size
+        return joint.loss.detach().double() / world_size
 
     def optimizer_step(self, loss: Tensor) -> None:
         """Take a step if the gradients and the loss are finite.

@@ -564,7 +564,7 @@ def _start(
     config_in_dtype = with_dtype(config, dtype)
     _remove_weights_of_killed_runs(config, ranks)
     factory = _check_environment(config_in_dtype, device, ranks, preparation)
-    parts = build(
+    built = build(
         config_in_dtype,
         factory,
         ranks,
@@ -576,7 +576,7 @@ def _start(
     signal = stack.enter_context(StopSignal())
 
     run = Run(
-        **vars(parts),
+        **vars(built),
         config=config,
         ranks=ranks,
         directory=directory.path,
@@ -584,7 +584,7 @@ def _start(
         signal=signal,
         open_directory=stack.enter_context(open_directory(directory.path)),
     )
-    run.info = describe_run(config, run.policy, factory, ranks) | parts.info | started
+    run.info = describe_run(config, run.policy, factory, ranks) | built.info | started
     _begin(run, stack, resume=resume, notes=[*directory.notes, *dtype_notes])
     return run
 

@@ -163,13 +163,15 @@ def prepare(run: Run, groups: list[Group]) -> Sequence[Sample]:
     (`algo.shared_samples`). `groups` is emptied.
     """
     config = run.config
-    parts = parts_of(run.factory, config.env)
-    reward_max = [parts[group.task.env].factory.reward_max for group in groups]
+    env_parts = parts_of(run.factory, config.env)
+    reward_max = [env_parts[group.task.env].factory.reward_max for group in groups]
     samples = to_samples(
         groups,
         separator_ids=run.chat.separator_ids,
         encode_observation=run.encode_observation if config.wm.enabled else None,
-        invalid_penalty={label: part.factory.invalid_penalty for label, part in parts.items()},
+        invalid_penalty={
+            label: env_part.factory.invalid_penalty for label, env_part in env_parts.items()
+        },
         rank=run.ranks.rank,
         share=run.share_scalars if run.ranks.world_size > 1 else None,
     )

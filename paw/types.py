@@ -97,26 +97,26 @@ class Reply(str):
     @classmethod
     def of(cls, content: str, *calls: ToolCall) -> "Reply":
         """Make a reply without a model. Calls take the most common form (Hermes, Qwen)."""
-        parts = [content] if content else []
-        for call in calls:
-            function = {"name": call.name, "arguments": call.arguments}
+        message_parts = [content] if content else []
+        for tool_call in calls:
+            function = {"name": tool_call.name, "arguments": tool_call.arguments}
             written = json.dumps(function, ensure_ascii=False)
-            parts.append(f"<tool_call>\n{written}\n</tool_call>")
-        return cls("\n".join(parts), content, calls)
+            message_parts.append(f"<tool_call>\n{written}\n</tool_call>")
+        return cls("\n".join(message_parts), content, calls)
 
     def message(self) -> dict[str, Any]:
         """Return the reply as a message of a conversation."""
-        calls = [
+        call_messages = [
             {
-                "id": call.id,
+                "id": tool_call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
+                "function": {"name": tool_call.name, "arguments": tool_call.arguments},
             }
-            for call in self.calls
+            for tool_call in self.calls
         ]
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if calls:
-            message["tool_calls"] = calls
+        if call_messages:
+            message["tool_calls"] = call_messages
         return message
 
 
@@ -449,7 +449,10 @@ class Sample(WithArrays):
     def targets(self) -> list[tuple[int, Ids]]:
         """Return (index in `observation_ids`, ids) of each part that is a world-model target."""
         spans = self.spans or [(0, len(self.observation_ids))]
-        return [(start, self.observation_ids[start:end]) for start, end in spans]
+        return [
+            (span_start, self.observation_ids[span_start:span_end])
+            for span_start, span_end in spans
+        ]
 
     @property
     def has_advantage(self) -> bool:

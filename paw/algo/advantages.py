@@ -114,12 +114,12 @@ def rloo(samples: Sequence[Sample], *, stat: Stat = "steps") -> list[float]:
     result = [0.0] * len(samples)
     for members in _indices_by(sample.group for sample in samples):
         entries = _entries(samples, members, stat)
-        n = len(entries)
+        episodes = len(entries)
         mean = 0.0
         scale = 1.0
-        if n > 1:
+        if episodes > 1:
             mean = statistics.mean(entries)
-            scale = n / (n - 1)
+            scale = episodes / (episodes - 1)
         for i in members:
             result[i] = (samples[i].score - mean) * scale
     return result

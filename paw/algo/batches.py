@@ -64,11 +64,11 @@ def collate(
     With `share_prefixes` the batch is their prefix tree. If none are chosen, the batch has one
     token and no target.
     """
-    rows = [row_ids(samples[members[-1]], with_observation) for members in chosen]
+    token_rows = [row_ids(samples[members[-1]], with_observation) for members in chosen]
     return _pack(
         samples,
         chosen,
-        rows,
+        token_rows,
         with_observation=with_observation,
         device=device,
         share_prefixes=share_prefixes,
@@ -93,11 +93,11 @@ def _pack(
     targets = [np.empty(0, np.int64)]
     span_lengths: list[int] = []
     is_observed: list[bool] = []
-    for members, row, index in zip(chosen, rows, layout.index_of_row, strict=False):
-        for start, end, observed in target_spans(samples, members, with_observation):
-            positions.append(index[start - 1 : end - 1])
-            targets.append(row[start:end])
-            span_lengths.append(end - start)
+    for members, token_row, index in zip(chosen, rows, layout.index_of_row, strict=False):
+        for target_start, target_end, observed in target_spans(samples, members, with_observation):
+            positions.append(index[target_start - 1 : target_end - 1])
+            targets.append(token_row[target_start:target_end])
+            span_lengths.append(target_end - target_start)
             is_observed.append(observed)
 
     observation = np.repeat(np.array(is_observed, np.bool_), np.array(span_lengths, np.int64))
@@ -139,7 +139,7 @@ class _Layout(NamedTuple):
 
 def _row_layout(rows: Sequence[Ids]) -> _Layout:
     """One sequence after another."""
-    lengths = [len(row) for row in rows]
+    lengths = [len(token_row) for token_row in rows]
     input_ids = np.concatenate(rows)
     index_of_row = np.split(np.arange(len(input_ids)), np.cumsum(lengths)[:-1])
     return _Layout(input_ids, index_of_row, lengths, paths=None)
@@ -184,14 +184,14 @@ def micro_batches(
         chosen = sequences(samples, with_observation=with_observation)
         if skip_without_loss:
             chosen = [members for members in chosen if any(_has_loss(samples[i]) for i in members)]
-    rows = [row_ids(samples[members[-1]], with_observation) for members in chosen]
-    indices_of_batches, share_prefixes = _divide(samples, chosen, rows, packing)
+    token_rows = [row_ids(samples[members[-1]], with_observation) for members in chosen]
+    indices_of_batches, share_prefixes = _divide(samples, chosen, token_rows, packing)
 
     def make(indices: Sequence[int]) -> Batch:
         return _pack(
             samples,
             [chosen[j] for j in indices],
-            [rows[j] for j in indices],
+            [token_rows[j] for j in indices],
             with_observation=with_observation,
             device=device,
             share_prefixes=share_prefixes,
@@ -253,7 +253,7 @@ def _divide(
     packing: Packing,
 ) -> tuple[list[list[int]], bool]:
     """Return (indices of the sequences in each batch, whether sequences share their prefixes)."""
-    lengths = [len(row) for row in rows]
+    lengths = [len(token_row) for token_row in rows]
     if packing.share_prefixes != "never":
         groups = [samples[members[0]].group for members in chosen]
         row_clusters = clusters(rows, groups, budget=packing.budget)

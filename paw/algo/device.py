@@ -28,11 +28,11 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
 def pack(tensors: Sequence[Tensor], *, pin_memory: bool) -> tuple[Tensor, list[int]]:
     """Return a buffer [bytes] uint8 in host memory that holds the tensors, and where each starts."""
     starts: list[int] = []
-    size = 0
+    buffer_bytes = 0
     for tensor in tensors:
-        starts.append(size)
-        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
+        starts.append(buffer_bytes)
+        buffer_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    buffer = torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     for tensor, view in zip(tensors, unpack(buffer, starts, like=tensors), strict=True):
         view.copy_(tensor)
     return buffer, starts

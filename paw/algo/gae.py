@@ -48,10 +48,10 @@ def whiten(
     Each array has the advantages of a sample's tokens. `gather` returns a number of each rank, if
     ranks have samples of their own. A single token gets 0.
     """
-    flat = np.concatenate([no_values(), *advantages])
-    count = math.fsum(gather(len(flat)))
-    mean = math.fsum(gather(math.fsum(flat.tolist()))) / max(1, count)
-    squares = (flat - mean) ** 2
-    variance = math.fsum(gather(math.fsum(squares.tolist()))) / max(1, count - 1)
+    all_advantages = np.concatenate([no_values(), *advantages])
+    token_count = math.fsum(gather(len(all_advantages)))
+    mean = math.fsum(gather(math.fsum(all_advantages.tolist()))) / max(1, token_count)
+    squares = (all_advantages - mean) ** 2
+    variance = math.fsum(gather(math.fsum(squares.tolist()))) / max(1, token_count - 1)
     scale = math.sqrt(variance + eps)
-    return [(row - mean) / scale for row in advantages]
+    return [(sample_advantages - mean) / scale for sample_advantages in advantages]

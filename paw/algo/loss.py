@@ -162,8 +162,8 @@ def tis(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, tis_cap: float) -> 
 
 def cmae(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, rho: float = 0.2) -> Tensor:
     """Clipped mean absolute error [p <= rho] (1 - p), with the mask detached (PaW Eq. (7))."""
-    p = logp.exp()
-    return torch.where(p.detach() > rho, 0.0, 1 - p)  # NaN is not masked
+    probability = logp.exp()
+    return torch.where(probability.detach() > rho, 0.0, 1 - probability)  # NaN is not masked
 
 
 def mae(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
@@ -348,11 +348,11 @@ def token_batch(
     wm_scale *= update_samples / len(minibatch)
     span_weights: list[float] = []
     span_lengths: list[int] = []
-    for response_weight, sample, count in zip(
+    for response_weight, sample, target_tokens in zip(
         response_weights, samples, target_counts, strict=True
     ):
-        span_weights += [response_weight, sample.wm_weight * wm_scale / max(count, 1)]
-        span_lengths += [len(sample.response_ids), count]
+        span_weights += [response_weight, sample.wm_weight * wm_scale / max(target_tokens, 1)]
+        span_lengths += [len(sample.response_ids), target_tokens]
     token_counts = np.asarray(span_lengths, np.int64)
     tokens_of_sample = token_counts.reshape(-1, 2).sum(1)
     is_response = np.repeat(np.arange(len(token_counts)) % 2 == 0, token_counts)
@@ -383,7 +383,7 @@ def _on_responses(is_response: np.ndarray, rows: Iterable[Values]) -> np.ndarray
 def target_count(sample: Sample, with_observation: bool) -> int:
     """Return the number of observation tokens of a sample that are targets."""
     if with_observation and sample.wm_weight > 0.0:
-        return sum(len(ids) for _, ids in sample.targets)
+        return sum(len(target_ids) for _, target_ids in sample.targets)
     return 0
 
 
@@ -455,8 +455,10 @@ def joint_loss(
         loss_tokens = tokens
         if loss.needs_response_gap:
             with torch.no_grad():
-                stats = token_stats(hidden, model.head_weight, batch.target, **head_options)
-            loss_tokens = with_response_gap(tokens, stats.logp)
+                token_statistics = token_stats(
+                    hidden, model.head_weight, batch.target, **head_options
+                )
+            loss_tokens = with_response_gap(tokens, token_statistics.logp)
         return token_loss(
             hidden, model.head_weight, batch.target, loss, loss_tokens, **head_options
         )
@@ -481,11 +483,11 @@ def log_probs(
     logps: list[Tensor] = []
     entropies: list[Tensor] = []
     for batch in micro_batches(samples, packing, with_observation=False, device=model.device):
-        stats = model(partial(_head_stats, model, batch, temperature))
+        head_statistics = model(partial(_head_stats, model, batch, temperature))
         lengths = [len(samples[i].response_ids) for i in batch.indices]
         indices += batch.indices
-        logps.append(stats.logp)
-        entropies.append(_means(stats.entropy, lengths))
+        logps.append(head_statistics.logp)
+        entropies.append(_means(head_statistics.entropy, lengths))
 
     if not indices:
         return {}
@@ -493,8 +495,10 @@ def log_probs(
     all_entropies = torch.cat(entropies).tolist()
     ends = accumulate((len(samples[i].response_ids) for i in indices), initial=0)
     scored: dict[int, tuple[Values, float]] = {}
-    for i, (start, end), entropy in zip(indices, pairwise(ends), all_entropies, strict=True):
-        scored[i] = (all_logps[start:end], entropy)
+    for i, (response_start, response_end), entropy in zip(
+        indices, pairwise(ends), all_entropies, strict=True
+    ):
+        scored[i] = (all_logps[response_start:response_end], entropy)
     return dict(sorted(scored.items()))
 
 

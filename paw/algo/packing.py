@@ -147,7 +147,9 @@ class Packing:
         )
         rows_of_batches: list[list[int]] = []
         for batch in batches:
-            rows_of_batches.append([row for index in batch for row in clusters[index].rows])
+            rows_of_batches.append(
+                [row_index for cluster_index in batch for row_index in clusters[cluster_index].rows]
+            )
         return rows_of_batches
 
     def _agreed(self, divide: Callable[..., list[list[int]]]) -> list[list[int]]:
@@ -155,12 +157,12 @@ class Packing:
         batches = divide()
         if self.ranks is None:
             return batches
-        count = max(self.ranks.gather(len(batches)))
-        if len(batches) < count:
-            more_batches = divide(least=count)
-            if len(more_batches) == count:
+        batch_count = max(self.ranks.gather(len(batches)))
+        if len(batches) < batch_count:
+            more_batches = divide(least=batch_count)
+            if len(more_batches) == batch_count:
                 return more_batches
-        return batches + [[] for _ in range(count - len(batches))]
+        return batches + [[] for _ in range(batch_count - len(batches))]
 
 
 def balanced_batches(
@@ -185,12 +187,12 @@ def balanced_batches(
     """
     pairs = [n**2 for n in lengths] if attended is None else attended
     works = [n + quadratic * m for n, m in zip(lengths, pairs, strict=True)]
-    count = max(least, -(-sum(min(n, budget) for n in lengths) // budget))
+    batch_count = max(least, -(-sum(min(n, budget) for n in lengths) // budget))
     while True:
-        batches = _fill(lengths, works, budget, count)
+        batches = _fill(lengths, works, budget, batch_count)
         if batches is not None:
             return batches
-        count += 1
+        batch_count += 1
 
 
 def _fill(

@@ -45,15 +45,15 @@ def place(chains: Chains, *, world_size: int, share_prefixes: bool, budget: int)
     if not share_prefixes:
         return _assign(chains.work, chains.holder, world_size)
 
-    added = int((chains.tokens - chains.shared).sum())
-    limit = min(budget, added / (PARTS_PER_RANK * world_size))
+    unshared_tokens = int((chains.tokens - chains.shared).sum())
+    limit = min(budget, unshared_tokens / (PARTS_PER_RANK * world_size))
     in_order = np.lexsort((chains.order, chains.group))
-    part, first_of_part = _parts_of_groups(chains, in_order, limit)
-    works = np.bincount(part, chains.work[in_order])
+    part_of_chain, first_of_part = _parts_of_groups(chains, in_order, limit)
+    works = np.bincount(part_of_chain, chains.work[in_order])
     rank_of_part = _assign(works, chains.holder[in_order[first_of_part]], world_size)
 
     ranks = np.empty(len(chains), np.int32)
-    ranks[in_order] = rank_of_part[part]
+    ranks[in_order] = rank_of_part[part_of_chain]
     return ranks
 
 
@@ -65,7 +65,7 @@ def _parts_of_groups(
     A longer chain is a part of its own. The first chain of a part shares nothing. Returns (the part
     of each chain, the place of each part's first chain), both for chains `in_order`.
     """
-    parts: list[int] = []
+    part_of_chain: list[int] = []
     firsts: list[int] = []
     tokens = 0
     group = None
@@ -76,15 +76,15 @@ def _parts_of_groups(
         strict=True,
     )
     for place_in_order, (chain_group, chain_tokens, shared) in enumerate(rows):
-        added = chain_tokens - shared
-        if chain_group != group or tokens + added > limit:
+        added_tokens = chain_tokens - shared
+        if chain_group != group or tokens + added_tokens > limit:
             firsts.append(place_in_order)
             tokens = 0
-            added = chain_tokens
+            added_tokens = chain_tokens
             group = chain_group
-        parts.append(len(firsts) - 1)
-        tokens += added
-    return np.array(parts, np.int64), np.array(firsts, np.int64)
+        part_of_chain.append(len(firsts) - 1)
+        tokens += added_tokens
+    return np.array(part_of_chain, np.int64), np.array(firsts, np.int64)
 
 
 def _assign(works: np.ndarray, holders: np.ndarray, world_size: int) -> np.ndarray:

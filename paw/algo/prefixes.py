@@ -59,14 +59,14 @@ def prefix_tree(rows: Sequence[Ids]) -> PrefixTree:
     for i in sorted_order(rows):
         row = rows[i]
         shared = common_prefix(row, previous)
-        added = len(row) - shared
-        path = np.concatenate([path[:shared], np.arange(tokens, tokens + added)])
-        if added:
+        new_tokens = len(row) - shared
+        path = np.concatenate([path[:shared], np.arange(tokens, tokens + new_tokens)])
+        if new_tokens:
             input_ids.append(row[shared:])
             position_ids.append(np.arange(shared, len(row)))
-            segments.append(Segment(tokens, tokens + added, path))
+            segments.append(Segment(tokens, tokens + new_tokens, path))
         paths[i] = path
-        tokens += added
+        tokens += new_tokens
         previous = row
     return PrefixTree(
         input_ids=np.concatenate(input_ids),
@@ -116,16 +116,16 @@ def _clusters_of_sorted(rows: Sequence[Ids], order: Sequence[int], budget: int) 
     for i in order:
         length = len(rows[i])
         shared = common_prefix(rows[i], rows[members[-1]]) if members else 0
-        added = length - shared
-        if members and (not shared or tokens + added > budget):
+        new_tokens = length - shared
+        if members and (not shared or tokens + new_tokens > budget):
             finished.append(Cluster(members, tokens, attended))
             members = []
             tokens = 0
             attended = 0
-            added = length
+            new_tokens = length
         members.append(i)
-        tokens += added
-        attended += added * length
+        tokens += new_tokens
+        attended += new_tokens * length
     if members:
         finished.append(Cluster(members, tokens, attended))
     return finished

@@ -51,11 +51,11 @@ def compute_by_group(
     starts = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
     # Ranks play groups in this order, so they compute mostly those whose turns they hold.
     rank_of_group = starts * ranks.world_size // len(samples)
-    first, end = np.searchsorted(rank_of_group, [ranks.rank, ranks.rank + 1])
+    first_group, end_group = np.searchsorted(rank_of_group, [ranks.rank, ranks.rank + 1])
     bounds = np.append(starts, len(samples))
-    own = samples[bounds[first] : bounds[end]]
+    own_samples = samples[bounds[first_group] : bounds[end_group]]
 
-    numbers = ranks.run_on_all(lambda: compute(own) if own else [])
+    numbers = ranks.run_on_all(lambda: compute(own_samples) if own_samples else [])
     return np.concatenate(ranks.gather_array(np.asarray(numbers, np.float64)))
 
 
@@ -64,23 +64,28 @@ def gather_digests(samples: Sequence[Sample], ranks: RankGroup) -> list[bytes]:
     digests = [_digest(samples[i]) for i in held(samples, ranks)]
     if not isinstance(samples, SharedSamples):
         return digests
-    data = _gather_digests(samples, digests, ranks).tobytes()
-    return [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
+    all_digests = _gather_digests(samples, digests, ranks).tobytes()
+    return [
+        all_digests[start : start + DIGEST_BYTES]
+        for start in range(0, len(all_digests), DIGEST_BYTES)
+    ]
 
 
 def _digest(sample: Sample) -> bytes:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for row in (sample.prompt_ids, sample.response_ids, sample.observation_ids):
-        digest.update(len(row).to_bytes(8, "little"))
-        digest.update(_array(row, np.int32).tobytes())
+    for token_ids in (sample.prompt_ids, sample.response_ids, sample.observation_ids):
+        digest.update(len(token_ids).to_bytes(8, "little"))
+        digest.update(_array(token_ids, np.int32).tobytes())
     return digest.digest()
 
 
 def _gather_digests(samples: SharedSamples, own: Sequence[bytes], ranks: RankGroup) -> np.ndarray:
     """As `gather_numbers`, for digests: [n, DIGEST_BYTES] uint8."""
     joined = np.frombuffer(bytearray(b"".join(own)), np.uint8)
-    parts = [part.reshape(-1, DIGEST_BYTES) for part in ranks.gather_array(joined)]
-    return samples.columns.in_order(parts)
+    rank_digests = [
+        rank_bytes.reshape(-1, DIGEST_BYTES) for rank_bytes in ranks.gather_array(joined)
+    ]
+    return samples.columns.in_order(rank_digests)
 
 
 # --- after the rollout
@@ -94,15 +99,17 @@ def share_scalars(
 
     With `share_prefixes`, also fills `shared_prefix` and `prefix_order`.
     """
-    own = [samples[i] for i in samples.held()]
-    servers = _number_servers(own, ranks)
+    own_samples = [samples[i] for i in samples.held()]
+    servers = _number_servers(own_samples, ranks)
     integer_parts: list[np.ndarray] = []
-    for part in ranks.gather_array(_integers(own, servers, share_prefixes).reshape(-1)):
-        integer_parts.append(part.reshape(-1, INTEGERS))
-    reals = [(sample.reward, sample.penalty, sample.episode_return) for sample in own]
+    for rank_numbers in ranks.gather_array(
+        _integers(own_samples, servers, share_prefixes).reshape(-1)
+    ):
+        integer_parts.append(rank_numbers.reshape(-1, INTEGERS))
+    reals = [(sample.reward, sample.penalty, sample.episode_return) for sample in own_samples]
     real_parts: list[np.ndarray] = []
-    for part in ranks.gather_array(np.array(reals, np.float64).reshape(-1)):
-        real_parts.append(part.reshape(-1, REALS))
+    for rank_numbers in ranks.gather_array(np.array(reals, np.float64).reshape(-1)):
+        real_parts.append(rank_numbers.reshape(-1, REALS))
 
     columns = samples.columns
     columns.servers = list(servers)
@@ -118,7 +125,7 @@ def share_scalars(
     columns.server = integers[:, 5].copy()
     columns.shared_prefix = integers[:, 6].copy()
     # The chains of one rank come after those of the rank before it.
-    counts = [len(part) for part in integer_parts]
+    counts = [len(rank_numbers) for rank_numbers in integer_parts]
     samples_before = np.cumsum([0, *counts[:-1]], dtype=np.int32)
     columns.prefix_order = integers[:, 7] + samples_before[columns.holder]
 
@@ -126,7 +133,7 @@ def share_scalars(
     columns.reward = reals_in_order[:, 0].copy()
     columns.penalty = reals_in_order[:, 1].copy()
     columns.episode_return = reals_in_order[:, 2].copy()
-    _share_anchors(samples, own, ranks, anchors)
+    _share_anchors(samples, own_samples, ranks, anchors)
 
 
 INTEGERS = 8
@@ -170,9 +177,9 @@ def _compare_with_previous(own: Sequence[Sample]) -> list[bool]:
         continues_target = False
         if sample.continues:
             previous = own[i - 1]
-            start = len(previous.prompt_ids) + len(previous.response_ids)
+            observation_start = len(previous.prompt_ids) + len(previous.response_ids)
             target = [*previous.separator_ids, *previous.observation_ids]
-            following = sample.prompt_ids[start : start + len(target)]
+            following = sample.prompt_ids[observation_start : observation_start + len(target)]
             continues_target = np.array_equal(following, target)
         result.append(continues_target)
     return result
@@ -187,12 +194,12 @@ def _compare_prefixes(own: Sequence[Sample]) -> list[tuple[int, int]]:
     result = [(0, 0)] * len(own)
     order = 0
     for members in chains_of_group.values():
-        rows = [_chain_ids(own[chain[-1]]).astype(np.int64) for chain in members]
+        chain_rows = [_chain_ids(own[chain[-1]]).astype(np.int64) for chain in members]
         previous = np.empty(0, np.int64)
-        for j in sorted_order(rows):
-            result[members[j][0]] = (common_prefix(rows[j], previous), order)
+        for j in sorted_order(chain_rows):
+            result[members[j][0]] = (common_prefix(chain_rows[j], previous), order)
             order += 1
-            previous = rows[j]
+            previous = chain_rows[j]
     return result
 
 
@@ -227,15 +234,15 @@ def _share_anchors(
         for sample, digest in zip(own, digests, strict=True):
             sample.anchor = digest.hex()
     elif anchors == "text":
-        texts = ranks.gather([sample.anchor for sample in own], list[str])
-        texts_of_rank = [iter(rank_texts) for rank_texts in texts]
+        anchor_texts = ranks.gather([sample.anchor for sample in own], list[str])
+        texts_of_rank = [iter(rank_texts) for rank_texts in anchor_texts]
         holders = samples.columns.holder.tolist()
         samples.columns.anchors = [next(texts_of_rank[holder]) for holder in holders]
 
 
 def _text_digest(text: str) -> bytes:
-    data = text.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+    text_bytes = text.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text_bytes, digest_size=DIGEST_BYTES).digest()
 
 
 # --- between passes
@@ -285,7 +292,7 @@ def with_all_rows(samples: Sequence[Sample], ranks: RankGroup) -> list[Sample]:
     for i in samples.held():
         parcel.pack([samples[i]])
     gathered = [ranks.gather_array(array) for array in parcel.arrays()]
-    parcels = [_Parcel(*parts) for parts in zip(*gathered, strict=True)]
+    parcels = [_Parcel(*parcel_fields) for parcel_fields in zip(*gathered, strict=True)]
     for sample, holder in zip(copies, samples.column("holder").tolist(), strict=True):
         if holder != ranks.rank:
             parcels[holder].unpack([sample])
@@ -308,9 +315,9 @@ class _Parcel:
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (lengths, ids, values), flat."""
-        ids = np.concatenate(self.ids) if self.ids else np.empty(0, np.int32)
+        token_ids = np.concatenate(self.ids) if self.ids else np.empty(0, np.int32)
         values = np.concatenate(self.values) if self.values else np.empty(0, np.float32)
-        return np.array(self.lengths, np.int32), ids, values
+        return np.array(self.lengths, np.int32), token_ids, values
 
     def pack(self, chain: Sequence[Sample]) -> None:
         self._add(self.ids, _chain_ids(chain[-1]))
@@ -325,9 +332,9 @@ class _Parcel:
         """Fill the rows of a chain, which must be the next one that was packed."""
         tokens = self._next_ids()
         for sample in chain:
-            start = len(sample.prompt_ids)
-            sample.prompt_ids = tokens[:start]
-            sample.response_ids = tokens[start : start + len(sample.response_ids)]
+            response_start = len(sample.prompt_ids)
+            sample.prompt_ids = tokens[:response_start]
+            sample.response_ids = tokens[response_start : response_start + len(sample.response_ids)]
             bounds = self._next_ids().tolist()
             sample.spans = list(zip(bounds[::2], bounds[1::2], strict=True))
             for name in IDS:
@@ -361,8 +368,8 @@ class _Parcel:
 def _exchange(outgoing: Sequence[_Parcel], ranks: RankGroup) -> list[_Parcel]:
     """Send a parcel to each rank. Returns the parcels from each."""
     columns = zip(*(parcel.arrays() for parcel in outgoing), strict=True)
-    received = [ranks.exchange_arrays(parts) for parts in columns]
-    return [_Parcel(*parts) for parts in zip(*received, strict=True)]
+    received = [ranks.exchange_arrays(column_parts) for column_parts in columns]
+    return [_Parcel(*column_parts) for column_parts in zip(*received, strict=True)]
 
 
 def _chain_ids(last: Sample) -> np.ndarray:

@@ -44,8 +44,10 @@ def _continues(previous: Sample, sample: Sample, with_observation: bool) -> bool
     if not with_observation or previous.wm_weight == 0.0:
         return True
     appended = _appended_ids(previous, with_observation)
-    start = len(previous.prompt_ids) + len(previous.response_ids)
-    return np.array_equal(sample.prompt_ids[start : start + len(appended)], appended)
+    observation_start = len(previous.prompt_ids) + len(previous.response_ids)
+    return np.array_equal(
+        sample.prompt_ids[observation_start : observation_start + len(appended)], appended
+    )
 
 
 def _appended_ids(sample: Sample, with_observation: bool) -> Ids:
@@ -71,9 +73,9 @@ def target_spans(
         yield response_start, response_end, False
         if with_observation and sample.wm_weight > 0.0:
             observation_start = response_end + len(sample.separator_ids)
-            for offset, ids in sample.targets:
-                start = observation_start + offset
-                yield start, start + len(ids), True
+            for offset, target_ids in sample.targets:
+                target_start = observation_start + offset
+                yield target_start, target_start + len(target_ids), True
 
 
 def minibatches(samples: Sequence[Sample], *, size: int, seed: int) -> list[Sequence[Sample]]:
@@ -93,8 +95,8 @@ def minibatches(samples: Sequence[Sample], *, size: int, seed: int) -> list[Sequ
     indices = np.repeat(starts[shuffled] - samples_before, sizes) + np.arange(len(samples))
 
     # A sequence belongs to the mini-batch in which its first sample is.
-    count = max(1, round(len(samples) / size))
-    cuts = [len(samples) * i // count for i in range(1, count)]
+    minibatch_count = max(1, round(len(samples) / size))
+    cuts = [len(samples) * i // minibatch_count for i in range(1, minibatch_count)]
     first_sequences = np.searchsorted(samples_before, [0, *cuts])
     bounds = np.append(samples_before, len(samples))[[*first_sequences, len(shuffled)]].tolist()
     parts: list[Sequence[Sample]] = []

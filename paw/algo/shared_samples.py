@@ -241,9 +241,9 @@ def column(samples: Sequence[Sample], name: str) -> np.ndarray:
     """Return a number of each sample, [n]. `name` is a field of `Columns`."""
     if isinstance(samples, SharedSamples):
         return samples.column(name)
-    row = name.removesuffix("_length") + "_ids"
-    if row in LENGTHS:
-        return np.array([len(getattr(sample, row)) for sample in samples], np.int64)
+    ids_field = name.removesuffix("_length") + "_ids"
+    if ids_field in LENGTHS:
+        return np.array([len(getattr(sample, ids_field)) for sample in samples], np.int64)
     if name == "has_entropy":
         return np.array([sample.sampled_entropy is not None for sample in samples])
     return np.array([getattr(sample, name) for sample in samples])

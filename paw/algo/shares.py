@@ -51,9 +51,9 @@ def share_sequences(
         lengths = lengths[is_needed]
         chain_of_sequence = chain_of_sequence[is_needed]
 
-    moving, index = np.unique(chain_of_sequence, return_inverse=True)
+    moving, moving_index = np.unique(chain_of_sequence, return_inverse=True)
     moving_starts = chain_starts[moving]
-    chains = _chains(samples, moving_starts, index, lengths, quadratic=packing.quadratic)
+    chains = _chains(samples, moving_starts, moving_index, lengths, quadratic=packing.quadratic)
     chain_ranks = place(
         chains,
         world_size=world_size,
@@ -63,7 +63,7 @@ def share_sequences(
     return Shares(
         starts=starts,
         ends=ends,
-        ranks=chain_ranks[index],
+        ranks=chain_ranks[moving_index],
         chain_starts=moving_starts,
         chain_ends=np.append(chain_starts[1:], len(samples))[moving],
         chain_ranks=chain_ranks,
@@ -82,8 +82,8 @@ def _chains(
 
     `chain_of_sequence` indexes `chain_starts`. `lengths` are those of the sequences, in tokens.
     """
-    count = len(chain_starts)
-    tokens = np.bincount(chain_of_sequence, lengths, minlength=count).astype(np.int64)
+    chain_count = len(chain_starts)
+    tokens = np.bincount(chain_of_sequence, lengths, minlength=chain_count).astype(np.int64)
     work = lengths + quadratic * lengths.astype(np.float64) ** 2
     return Chains(
         holder=samples.column("holder")[chain_starts],
@@ -91,7 +91,7 @@ def _chains(
         order=samples.column("prefix_order")[chain_starts],
         tokens=tokens,
         shared=np.minimum(samples.column("shared_prefix")[chain_starts], tokens),
-        work=np.bincount(chain_of_sequence, work, minlength=count),
+        work=np.bincount(chain_of_sequence, work, minlength=chain_count),
     )
 
 

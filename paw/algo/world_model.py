@@ -71,8 +71,8 @@ def select(
         raise ValueError("sample.entropy must be finite on every sample with a target")
 
     # Without the 1e-9, 0.1 * 30 = 3.0000000000000004 would be rounded up to 4.
-    count = math.ceil(alpha * len(candidates) - 1e-9)
-    chosen = candidates[np.argsort(-entropy, kind="stable")[:count]]
+    selected_count = math.ceil(alpha * len(candidates) - 1e-9)
+    chosen = candidates[np.argsort(-entropy, kind="stable")[:selected_count]]
 
     group = column(samples, "group")[chosen].astype(np.int64)
     group_sizes = np.bincount(group)  # |S_g|

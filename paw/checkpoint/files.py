@@ -88,8 +88,8 @@ class Draft:
         files: Files = {}
         with self._writing():
             for stem, named_tensors in tensors.items():
-                parts = in_parts(name_and_tensor(named_tensors), PART)
-                for number, part in enumerate(parts, 1):
+                file_parts = in_parts(name_and_tensor(named_tensors), PART)
+                for number, part in enumerate(file_parts, 1):
                     if not part and "." in stem:  # a rank without any rows
                         continue
                     name = stem if number == 1 else f"{stem}-{number}"

@@ -127,8 +127,8 @@ def _map_files(path: Path, tensors: dict[str, StoredTensors]) -> None:
         stem = re.split(r"[.-]", name)[0]
         try:
             # Any error may occur: the bytes may not be a tensor file, or the rows may not fit.
-            for tensor_name, rows in load_file(path / name).items():
-                tensors[stem].add(tensor_name, rows)
+            for tensor_name, tensor_rows in load_file(path / name).items():
+                tensors[stem].add(tensor_name, tensor_rows)
         except Exception as error:
             raise damaged(path, name, cause(error)) from None
 
@@ -219,19 +219,19 @@ def restore(
     if checkpoint is None:
         return None
 
-    path, (tensors, state, random_tensors) = checkpoint
+    path, (tensors, state_values, random_tensors) = checkpoint
     for learner in learners:
         learner.model.load(tensors[f"{learner.prefix}model"])
         load_optimizer(
             learner.optimizer, learner.parameters.items(), tensors[f"{learner.prefix}optimizer"]
         )
-        learner.guard.load_state(state[f"{learner.prefix}guard"])
+        learner.guard.load_state(state_values[f"{learner.prefix}guard"])
 
     stem = rng_name(ranks.rank)
     if stem not in random_tensors:  # it was saved by fewer ranks
         stem = rng_name(0)
-    restore_random_states(random_tensors[stem], state[stem])
-    return path, state["step"], state.get(TASKS)
+    restore_random_states(random_tensors[stem], state_values[stem])
+    return path, state_values["step"], state_values.get(TASKS)
 
 
 def _read(
@@ -312,8 +312,8 @@ def load_optimizer(
             # dtype.
             step_device = parameter.device if step_on_device else torch.device("cpu")
             state = {"step": values.pop("step").to(step_device, copy=True)}
-            for key, rows in values.items():
-                state[key] = shard_like(parameter, rows)
+            for key, tensor_rows in values.items():
+                state[key] = shard_like(parameter, tensor_rows)
             optimizer.state[parameter] = state
 
 

@@ -44,15 +44,15 @@ class StoredTensors(Mapping[str, Tensor]):
         if full_meta.ndim == 0:
             return self._pieces[name][0]
 
-        parts = []
+        rank_rows = []
         piece_start = 0
         for piece in self._pieces[name]:
             if piece_start < end and first < piece_start + len(piece):
-                parts.append(piece[max(first - piece_start, 0) : end - piece_start])
+                rank_rows.append(piece[max(first - piece_start, 0) : end - piece_start])
             piece_start += len(piece)
 
-        if not parts:  # an empty tensor, or a rank without any rows
+        if not rank_rows:  # an empty tensor, or a rank without any rows
             return torch.empty((0, *full_meta.shape[1:]), dtype=full_meta.dtype)
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts)
+        if len(rank_rows) == 1:
+            return rank_rows[0]
+        return torch.cat(rank_rows)

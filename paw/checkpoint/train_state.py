@@ -201,8 +201,8 @@ def shards(named: Named, first: bool) -> Iterator[tuple[str, Tensor]]:
         if row_range is None:
             writes = first
         else:
-            start, end = row_range
-            writes = start < end and in_first_replica(tensor)
+            first_row, end_row = row_range
+            writes = first_row < end_row and in_first_replica(tensor)
         if writes:
             yield name, local_tensor(tensor.detach())
 
@@ -242,11 +242,11 @@ def capture_random_states() -> RandomStates:
 
     They cover torch (CPU and the current CUDA device), Python and NumPy.
     """
-    version, words, next_gauss = random.getstate()
+    version, generator_words, next_gauss = random.getstate()
     algorithm, keys, position, has_gauss, cached_gauss = np.random.get_state(legacy=True)
     tensors = {
         "torch": torch.get_rng_state(),
-        "python": torch.tensor(words, dtype=torch.int64),
+        "python": torch.tensor(generator_words, dtype=torch.int64),
         "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
     }
     if torch.cuda.is_available():

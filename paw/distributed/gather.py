@@ -113,27 +113,29 @@ def _gather_bucket(
 def _slots(shards: list[Shard]) -> list[Slot]:
     """Return places for the shards, one after another."""
     slots: list[Slot] = []
-    end = 0
+    next_start = 0
     for shard in shards:
         row_bytes = prod(shard.tensor.shape[1:]) * shard.dtype.itemsize
-        size = _rows_per_rank(shard.tensor) * row_bytes
-        slots.append(Slot(shard, start=end, size=size))
-        end += -(-size // ALIGNMENT) * ALIGNMENT
+        slot_bytes = _rows_per_rank(shard.tensor) * row_bytes
+        slots.append(Slot(shard, start=next_start, size=slot_bytes))
+        next_start += -(-slot_bytes // ALIGNMENT) * ALIGNMENT
     return slots
 
 
 def _all_gather(slots: list[Slot]) -> Tensor:
     """Return what all ranks have in these slots, [ranks, bytes of a rank] uint8."""
-    first = slots[0].shard.tensor
-    group = _group(first)
-    size = -(-(slots[-1].start + slots[-1].size) // ALIGNMENT) * ALIGNMENT
-    part = torch.empty(size, dtype=torch.uint8, device=local_tensor(first).device)
+    first_shard = slots[0].shard.tensor
+    group = _group(first_shard)
+    buffer_bytes = -(-(slots[-1].start + slots[-1].size) // ALIGNMENT) * ALIGNMENT
+    own_bytes = torch.empty(
+        buffer_bytes, dtype=torch.uint8, device=local_tensor(first_shard).device
+    )
     for slot in slots:
         rows = local_tensor(slot.shard.tensor)
-        slot.view(part)[: rows.numel()].view(rows.shape).copy_(rows)
+        slot.view(own_bytes)[: rows.numel()].view(rows.shape).copy_(rows)
 
-    gathered = part.new_empty(dist.get_world_size(group), size)
-    _all_gather_single(gathered.view(-1), part, group=group)
+    gathered = own_bytes.new_empty(dist.get_world_size(group), buffer_bytes)
+    _all_gather_single(gathered.view(-1), own_bytes, group=group)
     if gathered.is_cuda:
         # vLLM's sender takes the tensors of one bucket in several streams of its own.
         torch.cuda.current_stream().synchronize()
@@ -145,8 +147,8 @@ def _assemble(slot: Slot, gathered: Tensor) -> Tensor:
     shape = slot.shard.tensor.shape
     if gathered.is_cuda:
         gathered.record_stream(torch.cuda.current_stream())
-    rows = slot.view(gathered).reshape(-1)
-    return rows[: shape.numel()].view(shape)
+    gathered_rows = slot.view(gathered).reshape(-1)
+    return gathered_rows[: shape.numel()].view(shape)
 
 
 def _shard_dim(tensor: Tensor) -> int | None:

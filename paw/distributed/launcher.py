@@ -119,13 +119,13 @@ class _Rank:
 
     def poll(self) -> None:
         """Update what is known about the process."""
-        code = self.process.poll()
+        exit_code = self.process.poll()
         new_words, _ = watcher.read_words(self._descriptor)
         self._words += new_words
-        if code is not None and code >= 0 and watcher.ending(self._words) is None:
+        if exit_code is not None and exit_code >= 0 and watcher.ending(self._words) is None:
             self.vanished = True
-            code = max(1, code)
-        self.code = code
+            exit_code = max(1, exit_code)
+        self.code = exit_code
 
     def fate(self, *, asked: bool) -> str:
         """Return what happened to it, or "" if it reported that itself or was `asked` to end."""
@@ -142,14 +142,14 @@ def _start_ranks(
     arguments: list[str], logs: Sequence[BinaryIO | None], stack: ExitStack
 ) -> list[_Rank]:
     """Start a rank for each log. `stack` closes this process's descriptors that serve them."""
-    count = len(logs)
+    rank_count = len(logs)
     listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    cores_per_rank = max(1, len(os.sched_getaffinity(0)) // count)
+    cores_per_rank = max(1, len(os.sched_getaffinity(0)) // rank_count)
     variables = {
         "OMP_NUM_THREADS": str(cores_per_rank),
         **os.environ,  # this may set the number of threads
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
+        "WORLD_SIZE": str(rank_count),
+        "LOCAL_WORLD_SIZE": str(rank_count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(listening.getsockname()[1]),
         LAUNCHER: str(os.getpid()),
@@ -241,8 +241,8 @@ def _report(stops: _StopSignals, ranks: list[_Rank], stopped: list[str]) -> int:
         )
         return 128 + stops.last
 
-    first = _most_telling(failed, ranks)
-    blamed = ranks[first]
+    first_failed = _most_telling(failed, ranks)
+    blamed = ranks[first_failed]
     if blamed.code not in (1, 2) or blamed.vanished:
         some_have_fates = False
         for number, (reason, rank) in enumerate(zip(stopped, ranks, strict=True)):
@@ -258,7 +258,7 @@ def _report(stops: _StopSignals, ranks: list[_Rank], stopped: list[str]) -> int:
     if blamed.log:
         blamed.log.seek(0)
         for line in blamed.log.read().decode(errors="replace").strip().splitlines():
-            to_stderr(f"rank {first}: {line}")
+            to_stderr(f"rank {first_failed}: {line}")
     return max(1, blamed.code or 0)
 
 

@@ -98,25 +98,29 @@ class DistributedRanks(Ranks):
 
     def gather(self, item: T, kind: Any = None) -> list[T]:
         """Items are sent as JSON. With pickles, a rank could run code in the others."""
-        data = to_json(item, inf_nan_mode="constants", fallback=np.ndarray.tolist)
+        item_bytes = to_json(item, inf_nan_mode="constants", fallback=np.ndarray.tolist)
         adapter = _adapter(kind or type(item))
-        return [adapter.validate_json(part) for part in self.gather_bytes(data)]
+        return [adapter.validate_json(rank_bytes) for rank_bytes in self.gather_bytes(item_bytes)]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        parts = self.gather_flat(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return [part.numpy().tobytes() for part in parts]
+        rank_tensors = self.gather_flat(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return [rank_bytes.numpy().tobytes() for rank_bytes in rank_tensors]
 
     def gather_rows(
         self, rows: list[np.ndarray], kind: type[int | float]
     ) -> list[list[np.ndarray]]:
         dtype = np.int32 if kind is int else np.float32
-        flat = np.concatenate([np.empty(0, dtype), *rows]).astype(dtype, copy=False)
+        own_values = np.concatenate([np.empty(0, dtype), *rows]).astype(dtype, copy=False)
         lengths = self.gather_flat(torch.tensor([len(row) for row in rows], dtype=torch.int32))
-        values = [part.numpy() for part in self.gather_flat(torch.from_numpy(flat))]
+        values = [
+            rank_values.numpy() for rank_values in self.gather_flat(torch.from_numpy(own_values))
+        ]
         gathered: list[list[np.ndarray]] = []
-        for part, part_lengths in zip(values, lengths, strict=True):
+        for rank_values, part_lengths in zip(values, lengths, strict=True):
             bounds = accumulate(part_lengths.tolist(), initial=0)
-            gathered.append([part[start:end] for start, end in pairwise(bounds)])
+            gathered.append(
+                [rank_values[row_start:row_end] for row_start, row_end in pairwise(bounds)]
+            )
         return gathered
 
     def gather_flat(self, values: Tensor) -> list[Tensor]:
@@ -139,8 +143,8 @@ class DistributedRanks(Ranks):
         ]
 
     def gather_array(self, array: np.ndarray) -> list[np.ndarray]:
-        parts = self.gather_flat(torch.from_numpy(np.ascontiguousarray(array)))
-        return [part.numpy() for part in parts]
+        rank_tensors = self.gather_flat(torch.from_numpy(np.ascontiguousarray(array)))
+        return [rank_tensor.numpy() for rank_tensor in rank_tensors]
 
     def exchange_arrays(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
         received = self.exchange_flat([torch.from_numpy(part) for part in parts])
@@ -169,8 +173,8 @@ class DistributedRanks(Ranks):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._watchdog.note_wait()
         as_bytes = tensor.view(-1).view(torch.uint8)  # gloo has no int16
-        for part in as_bytes.split(1 << 30):
-            dist.broadcast(part, source)
+        for byte_block in as_bytes.split(1 << 30):
+            dist.broadcast(byte_block, source)
 
     def shard(
         self,
@@ -259,15 +263,15 @@ class DistributedRanks(Ranks):
         has_gradient = [float(parameter.grad is not None) for parameter in trained]
         ranks_with_gradient = torch.tensor(has_gradient)
         dist.all_reduce(ranks_with_gradient)
-        for parameter, count in zip(trained, ranks_with_gradient.tolist(), strict=True):
-            if count == 0:  # if no rank has a gradient, it keeps none, as with one rank
+        for parameter, rank_count in zip(trained, ranks_with_gradient.tolist(), strict=True):
+            if rank_count == 0:  # if no rank has a gradient, it keeps none, as with one rank
                 continue
             grad = parameter.grad
             if grad is None:
                 grad = torch.zeros_like(parameter)
-            total = grad.float()
-            dist.all_reduce(total)
-            parameter.grad = grad.copy_(total / self.world_size)
+            gradient_sum = grad.float()
+            dist.all_reduce(gradient_sum)
+            parameter.grad = grad.copy_(gradient_sum / self.world_size)
 
     def close(self) -> None:
         self._watchdog.close()
@@ -290,10 +294,11 @@ def _use_own_gpu(rank: int) -> torch.device:
     Raises UserError if the machine has fewer GPUs than ranks.
     """
     local_rank = _variable("LOCAL_RANK", rank)
-    count = torch.cuda.device_count()
-    if local_rank >= count:
+    gpu_count = torch.cuda.device_count()
+    if local_rank >= gpu_count:
         raise UserError(
-            f"LOCAL_RANK = {local_rank}, but this machine has {count} GPUs; start one rank per GPU"
+            f"LOCAL_RANK = {local_rank}, but this machine has {gpu_count} GPUs; "
+            "start one rank per GPU"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
@@ -353,7 +358,7 @@ def decline(reason: str) -> None:
 def _meet(store: Any, rank: int, world_size: int) -> None:
     """Wait for all ranks. Raises PeerLostError if one declines."""
     store.set(_start_key(rank), "here")
-    answers = store.multi_get([_start_key(other) for other in range(world_size)])
+    answers = store.multi_get([_start_key(other_rank) for other_rank in range(world_size)])
     DistributedRanks.met = True
     for answer in answers:
         if answer != b"here":

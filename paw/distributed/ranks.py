@@ -196,9 +196,9 @@ def local_row_range(tensor: Tensor) -> tuple[int, int] | None:
         if placement.is_shard():
             mesh = cast(Any, tensor).device_mesh
             rows_per_rank = -(-len(tensor) // mesh.size(dim))  # rounded up
-            start = min(rows_per_rank * mesh.get_local_rank(dim), len(tensor))
-            end = min(start + rows_per_rank, len(tensor))
-            return start, end
+            first_row = min(rows_per_rank * mesh.get_local_rank(dim), len(tensor))
+            end_row = min(first_row + rows_per_rank, len(tensor))
+            return first_row, end_row
     return None
 
 
@@ -225,10 +225,10 @@ def rows_like(like: Tensor, named: Mapping[str, Tensor], name: str) -> Tensor:
     row_range = local_row_range(like)
     if row_range is None:
         return named[name]
-    start, end = row_range
+    first_row, end_row = row_range
     if hasattr(named, "rows"):
-        return cast(Any, named).rows(name, start, end)
-    return named[name][start:end]
+        return cast(Any, named).rows(name, first_row, end_row)
+    return named[name][first_row:end_row]
 
 
 def shard_like(like: Tensor, rows: Tensor) -> Tensor:

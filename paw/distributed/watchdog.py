@@ -55,8 +55,10 @@ class Watchdog:
         """Number of phases and waits this rank has entered."""
         self._longest: dict[str, int] = {}
         """The longest time this rank has spent in each phase, in ticks."""
-        others = [other for other in range(world) if other != rank]
-        self._heard = {other: Message(number=0, moves=0, phase="start", tick=0) for other in others}
+        others = [other_rank for other_rank in range(world) if other_rank != rank]
+        self._heard = {
+            other_rank: Message(number=0, moves=0, phase="start", tick=0) for other_rank in others
+        }
         self._closed = threading.Event()
         self._sending = threading.Lock()
         self._last_number = 0
@@ -89,11 +91,11 @@ class Watchdog:
         return self._silent_rank() or self._hanging_rank()
 
     def _silent_rank(self) -> str | None:
-        for other, message in self._heard.items():
+        for other_rank, message in self._heard.items():
             silent_ticks = self._tick - message.tick
             if message.number != DONE and silent_ticks * TICK_S > self.timeout_s:
                 return (
-                    f"rank {other} has been silent for {silent_ticks} s "
+                    f"rank {other_rank} has been silent for {silent_ticks} s "
                     f"(run.peer_timeout_s = {self.timeout_s:g}), last in phase "
                     f"'{message.phase}': it is stopped, or its machine is gone"
                 )
@@ -109,7 +111,7 @@ class Watchdog:
         # Two more ticks, so that a rank that was stopped in this phase is found silent first.
         if spent_s <= limit_s + 2 * TICK_S:
             return None
-        moves = {other: message.moves for other, message in self._heard.items()}
+        moves = {other_rank: message.moves for other_rank, message in self._heard.items()}
         moves[self.rank] = self._moves
         furthest_behind = min(moves, key=lambda rank: (moves[rank], rank))
         return (
@@ -133,11 +135,11 @@ class Watchdog:
                 self._receive()
 
     def _receive(self) -> None:
-        answers = self._store.multi_get([f"paw/{other}" for other in self._heard])
-        for other, answer in zip(self._heard, answers, strict=True):
+        answers = self._store.multi_get([f"paw/{other_rank}" for other_rank in self._heard])
+        for other_rank, answer in zip(self._heard, answers, strict=True):
             number, moves, phase = answer.decode().split(" ", 2)
-            if int(number) != self._heard[other].number:
-                self._heard[other] = Message(int(number), int(moves), phase, tick=self._tick)
+            if int(number) != self._heard[other_rank].number:
+                self._heard[other_rank] = Message(int(number), int(moves), phase, tick=self._tick)
 
     def _judge(self) -> None:
         while not self._closed.wait(TICK_S):

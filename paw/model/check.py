@@ -54,11 +54,11 @@ def check_model(policy: Policy, path: str, longest: int = 0) -> float:
     with _failures_refused(policy.lm, path):
         check_layers(policy.lm, path)
         with running_in(torch.float32, policy.lm):
-            with record_attention() as calls:
+            with record_attention() as attention_calls:
                 largest = check_path(exact, path)
             if policy.shares_prefixes:
                 policy.shares_prefixes = takes_prefix_trees(exact)
-            check_windows(policy.lm, path, calls.windows, longest)
+            check_windows(policy.lm, path, attention_calls.windows, longest)
     return largest
 
 
@@ -112,11 +112,11 @@ def _reason(policy: Policy, bound: float) -> str:
     The reason is inferred from how the layers call `packed_attention`, and from whether a single
     row gives the right log-probs.
     """
-    with record_attention() as calls:
+    with record_attention() as attention_calls:
         logp_difference(policy)
-    if calls.without_bounds:
+    if attention_calls.without_bounds:
         return "its layers do not tell attention where rows end, so packed rows see each other"
-    if not calls.count:
+    if not attention_calls.count:
         return "its attention is its own code, in which packed rows see each other"
     difference_alone = logp_difference(policy, LENGTHS[:1])
     if typical_difference(difference_alone, policy.lm) <= bound:
@@ -248,20 +248,24 @@ def logp_difference(policy: Policy, lengths: Sequence[int] = LENGTHS) -> Tensor:
     """
     vocabulary = policy.lm.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (sum(lengths),), generator=generator).to(policy.device)
+    token_ids = torch.randint(vocabulary, (sum(lengths),), generator=generator).to(policy.device)
     starts = accumulate(lengths, initial=0)
-    positions = [torch.arange(start, end - 1) for start, end in pairwise(starts)]
+    positions = [torch.arange(row_start, row_end - 1) for row_start, row_end in pairwise(starts)]
     position = torch.cat(positions).to(policy.device)
-    targets = ids[position + 1]
+    targets = token_ids[position + 1]
 
     def packed_logp() -> Tensor:
-        hidden = policy.hidden(ids, lengths)[position]
-        stats = token_stats(hidden, policy.head_weight, targets, **policy.head_options(1.0))
-        return stats.logp
+        hidden = policy.hidden(token_ids, lengths)[position]
+        token_statistics = token_stats(
+            hidden, policy.head_weight, targets, **policy.head_options(1.0)
+        )
+        return token_statistics.logp
 
     actual = policy(packed_logp)
-    rows = ids.split(list(lengths))
-    expected = torch.cat([policy(partial(own_logp, policy.lm, row)) for row in rows])
+    token_rows = token_ids.split(list(lengths))
+    expected = torch.cat(
+        [policy(partial(own_logp, policy.lm, token_row)) for token_row in token_rows]
+    )
     return (actual - expected).abs()
 
 
@@ -279,15 +283,15 @@ def takes_prefix_trees(policy: Policy) -> bool:
 
     def own_rows() -> Tensor:
         row_ids = np.concatenate([tree.input_ids[path] for path in tree.paths])
-        ids = torch.from_numpy(row_ids).to(policy.device)
-        return policy.hidden(ids, [len(path) for path in tree.paths])
+        token_ids = torch.from_numpy(row_ids).to(policy.device)
+        return policy.hidden(token_ids, [len(path) for path in tree.paths])
 
     def in_tree() -> Tensor:
-        ids = torch.from_numpy(tree.input_ids).to(policy.device)
+        token_ids = torch.from_numpy(tree.input_ids).to(policy.device)
         lengths = [len(segment) for segment in tree.segments]
-        hidden = policy.hidden(ids, lengths, [segment.path for segment in tree.segments])
-        index = torch.from_numpy(np.concatenate(tree.paths)).to(policy.device)
-        return hidden[index]
+        hidden = policy.hidden(token_ids, lengths, [segment.path for segment in tree.segments])
+        path_index = torch.from_numpy(np.concatenate(tree.paths)).to(policy.device)
+        return hidden[path_index]
 
     expected = policy(own_rows)
     difference = (policy(in_tree) - expected).abs() / expected.abs().max()

@@ -73,7 +73,7 @@ class Critic:
         is not finite.
         """
         values = dict(sorted(self._values_of_own_share(samples).items()))
-        is_finite = all(np.isfinite(row).all() for row in values.values())
+        is_finite = all(np.isfinite(sample_values).all() for sample_values in values.values())
         if not all(self.ranks.gather(bool(is_finite))):
             raise TrainingStopped(
                 "stopped: the critic's values are not finite, so its weights have diverged; "
@@ -85,10 +85,10 @@ class Critic:
             lambda: self._advantages(list(values.values()), own_samples)
         )
         whitened = whiten(advantages, gather=lambda own: self.ranks.gather(own, float))
-        for i, (sample, row) in enumerate(zip(own_samples, values.values(), strict=True)):
-            sample.values = row
+        for i, (sample, sample_values) in enumerate(zip(own_samples, values.values(), strict=True)):
+            sample.values = sample_values
             sample.token_advantage = whitened[i]
-            sample.returns = advantages[i] + row
+            sample.returns = advantages[i] + sample_values
         if self.ranks.world_size > 1:
             has_advantage = [float(sample.has_advantage) for sample in own_samples]
             assign(samples, "advantage", gather_numbers(samples, has_advantage, self.ranks))
@@ -104,9 +104,11 @@ class Critic:
         settings = self.config.advantage
         estimator = plugins.load("advantages", settings.type)
         advantages: list[Values] = []
-        for row, sample in zip(values, samples, strict=True):
-            returned = estimator(row.tolist(), sample.score, **settings.settings())
-            checked = check_advantages(returned, settings.type, count=len(row), unit="token")
+        for sample_values, sample in zip(values, samples, strict=True):
+            returned = estimator(sample_values.tolist(), sample.score, **settings.settings())
+            checked = check_advantages(
+                returned, settings.type, count=len(sample_values), unit="token"
+            )
             advantages.append(as_values(checked))
         return advantages
 
@@ -115,23 +117,23 @@ class Critic:
         values = torch.from_numpy(np.concatenate([no_values(), *own_rows])).float()
         if self.ranks.world_size == 1:
             return values.var()
-        count = sum(self.ranks.gather(len(values)))
-        mean = sum(self.ranks.gather(float(values.double().sum()))) / max(1, count)
+        value_count = sum(self.ranks.gather(len(values)))
+        mean = sum(self.ranks.gather(float(values.double().sum()))) / max(1, value_count)
         squares = float(((values.double() - mean) ** 2).sum())
-        return torch.tensor(sum(self.ranks.gather(squares)) / max(1, count - 1))
+        return torch.tensor(sum(self.ranks.gather(squares)) / max(1, value_count - 1))
 
     @torch.no_grad()
     def _values_of_own_share(self, samples: Sequence[Sample]) -> dict[int, Values]:
         """Return the values before each response token of this rank's share, by sample index."""
         indices: list[int] = []
-        parts: list[Tensor] = []
+        batch_values: list[Tensor] = []
         for batch in self._batches(samples):
             indices += batch.indices
-            parts.append(self.model(partial(self.values, batch)))
+            batch_values.append(self.model(partial(self.values, batch)))
 
         lengths = [len(samples[i].response_ids) for i in indices]
-        values = torch.cat(parts).cpu().split(lengths)  # read once
-        return {i: row.numpy() for i, row in zip(indices, values, strict=True)}
+        values = torch.cat(batch_values).cpu().split(lengths)  # read once
+        return {i: sample_values.numpy() for i, sample_values in zip(indices, values, strict=True)}
 
     def optimize(self, minibatches: Iterable[Sequence[Sample]]) -> dict[str, float]:
         """Take an optimizer step on each mini-batch, unless its loss or gradient is not finite.
@@ -196,12 +198,12 @@ class Critic:
     def loss(self, batch: Batch, minibatch: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Return (sum of the loss, number of clipped tokens). Only inside a call of the model."""
         samples = [minibatch[i] for i in batch.indices]
-        rows = [
+        target_rows = [
             np.concatenate([no_values(), *(sample.values for sample in samples)]),
             np.concatenate([no_values(), *(sample.returns for sample in samples)]),
         ]
         old_values, returns = to_device(
-            [row.astype(np.float32) for row in rows], batch.position.device
+            [target_row.astype(np.float32) for target_row in target_rows], batch.position.device
         )
         loss, clipped = value_loss(
             self.values(batch), old_values, returns, clip=self.config.critic.value_clip

@@ -106,9 +106,9 @@ def _fault_anywhere(
     fault = why_not(layers, config, device)
     if not fault and ranks.rank % ranks.on_host == 0:
         fault = fault_of(make_request(layers, config, path, device, attention))
-    for rank, other in enumerate(ranks.gather(fault)):
-        if other:
-            return f"rank {rank}: {other}" if rank else other
+    for rank, rank_fault in enumerate(ranks.gather(fault)):
+        if rank_fault:
+            return f"rank {rank}: {rank_fault}" if rank else rank_fault
     return ""
 
 
@@ -169,15 +169,15 @@ def fault_of(request: Request, limit_s: float = TRIAL_S) -> str:
                 start_new_session=True,
             )
             try:
-                code = process.wait(limit_s)
+                exit_code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 return f"no result of the trial in {limit_s:g} s"
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it started
                 process.wait()
-        if code != 0 or not result.exists():
-            return f"the trial failed ({_last_words(code, output)})"
+        if exit_code != 0 or not result.exists():
+            return f"the trial failed ({_last_words(exit_code, output)})"
         verdict = Verdict(**json.loads(result.read_text(encoding="utf-8")))
     return judged(verdict)
 

@@ -94,8 +94,8 @@ def judge(request: Request) -> Verdict:
     if request.compiled:
         compile_layers(policy.lm)
     fused = run_passes(policy)
-    share, worst = largest_error(fused, eager, exact, FLOOR[request.dtype])
-    return Verdict(share=share, worst=worst)
+    error_share, worst = largest_error(fused, eager, exact, FLOOR[request.dtype])
+    return Verdict(share=error_share, worst=worst)
 
 
 def make_policy(request: Request, *, exact: bool = False) -> Policy:
@@ -138,10 +138,10 @@ def small_config(path: str) -> Any:
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     text: Any = config.get_text_config()
-    total = text.num_hidden_layers
-    layers = min(total, _layers_of_each_kind(text))
+    layer_count = text.num_hidden_layers
+    layers = min(layer_count, _layers_of_each_kind(text))
     for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == total:
+        if isinstance(value, list) and len(value) == layer_count:
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     text.vocab_size = VOCABULARY
@@ -233,14 +233,14 @@ def largest_error(
     if fused.keys() != exact.keys():
         return float("nan"), f"{len(fused)} results instead of {len(exact)}"
     for name, value in exact.items():
-        size = _rms(value)
+        typical_size = _rms(value)
         if "gradient of" in name:
-            size = max(size, SMALL_GRADIENT * average)
-        allowed = 2 * _rms(eager[name] - value) + floor * size
-        share = _rms(fused[name] - value) / max(allowed, 1e-30)
-        if not share <= largest:
-            largest, worst = share, name
-        if share != share:
+            typical_size = max(typical_size, SMALL_GRADIENT * average)
+        allowed = 2 * _rms(eager[name] - value) + floor * typical_size
+        error_share = _rms(fused[name] - value) / max(allowed, 1e-30)
+        if not error_share <= largest:
+            largest, worst = error_share, name
+        if error_share != error_share:
             break
     return largest, worst
 

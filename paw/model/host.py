@@ -30,14 +30,14 @@ class HostMemory:
 
     def empty_like(self, tensor: Tensor, *, pin: bool) -> Tensor:
         """Return an uninitialised tensor like `tensor` in shape and dtype, page-locked if `pin`."""
-        size = math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT
-        if size > self._slab:
+        aligned_bytes = math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT
+        if aligned_bytes > self._slab:
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-        if size > self._free.numel():
+        if aligned_bytes > self._free.numel():
             self._free = torch.empty(self._slab, dtype=torch.uint8, pin_memory=pin)
-        part = self._free[: tensor.nbytes]
-        self._free = self._free[size:]
-        return part.view(tensor.dtype).view(tensor.shape)
+        memory = self._free[: tensor.nbytes]
+        self._free = self._free[aligned_bytes:]
+        return memory.view(tensor.dtype).view(tensor.shape)
 
 
 def in_parts(named: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -45,16 +45,16 @@ def in_parts(named: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[di
 
     The last part may be empty.
     """
-    part: dict[str, Tensor] = {}
-    size = 0
+    tensors: dict[str, Tensor] = {}
+    part_bytes = 0
     for name, tensor in named:
-        if part and size + tensor.nbytes > max_bytes:
-            yield part
-            part = {}
-            size = 0
-        part[name] = tensor.detach().cpu().contiguous()
-        size += tensor.nbytes
-    yield part
+        if tensors and part_bytes + tensor.nbytes > max_bytes:
+            yield tensors
+            tensors = {}
+            part_bytes = 0
+        tensors[name] = tensor.detach().cpu().contiguous()
+        part_bytes += tensor.nbytes
+    yield tensors
 
 
 CGROUP_FILES = {

@@ -114,9 +114,9 @@ def merged(model: nn.Module, name: str, weight: Tensor, a: Tensor, b: Tensor) ->
     """
     layer: Any = model.get_submodule(name.removesuffix(BASE_WEIGHT))
     (adapter,) = layer.scaling
-    total = weight.to(torch.float32, copy=True)
-    total.addmm_(b, a, alpha=layer.scaling[adapter])
-    return total.to(weight.dtype)
+    merged_weight = weight.to(torch.float32, copy=True)
+    merged_weight.addmm_(b, a, alpha=layer.scaling[adapter])
+    return merged_weight.to(weight.dtype)
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -146,13 +146,13 @@ class Policy(nn.Module):
         if self.offload_activations:
             saved_activations = save_on_cpu(pin_memory=self.device.type == "cuda")
         with saved_activations:
-            out = self.lm.get_decoder()(
+            outputs = self.lm.get_decoder()(
                 input_ids=input_ids[None],
                 position_ids=packed.position_ids[None],
                 packed=packed,
                 use_cache=False,
             )
-        return out.last_hidden_state[0].to(self.dtype)
+        return outputs.last_hidden_state[0].to(self.dtype)
 
     def named_parameters_once(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by their Hugging Face or LoRA names.
