@@ -68,13 +68,13 @@ def best_of(k: int, scores: Sequence[float]) -> float:
     >>> best_of(2, [0.0, 0.5, 1.0])
     0.8333333333333334
     """
-    n = len(scores)
-    if not 1 <= k <= n:
-        raise ValueError(f"k must be from 1 to the {n} scores, got {k}")
-    total = 0.0
+    attempts = len(scores)
+    if not 1 <= k <= attempts:
+        raise ValueError(f"k must be from 1 to the {attempts} scores, got {k}")
+    weighted_sum = 0.0
     for rank, score in enumerate(sorted(scores), start=1):
-        total += score * math.comb(rank - 1, k - 1)
-    return total / math.comb(n, k)
+        weighted_sum += score * math.comb(rank - 1, k - 1)
+    return weighted_sum / math.comb(attempts, k)
 
 
 def sizes(attempts: int) -> list[int]:
@@ -106,13 +106,15 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
     The values are those of games, at least one. The result is the same at every call.
     """
     array = np.asarray(values, np.float64)
-    n = len(array)
+    task_count = len(array)
     rng = np.random.default_rng(SEED)
-    block = max(1, BLOCK // n)
+    block = max(1, BLOCK // task_count)
     means: list[np.ndarray] = []
-    for start in range(0, RESAMPLES, block):
-        count = min(block, RESAMPLES - start)
-        means.append(array[rng.integers(n, size=(count, n))].mean(axis=1))
+    for first_resample in range(0, RESAMPLES, block):
+        resample_count = min(block, RESAMPLES - first_resample)
+        means.append(
+            array[rng.integers(task_count, size=(resample_count, task_count))].mean(axis=1)
+        )
     low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
     return float(low), float(high)
 
@@ -147,8 +149,8 @@ def games_of(groups: Sequence[Group], failed: Sequence[Trajectory], attempts: in
             )
         )
 
-    for task_id, count in failures.items():
-        for _ in range(count // attempts):  # a task may have been drawn more than once
+    for task_id, failure_count in failures.items():
+        for _ in range(failure_count // attempts):  # a task may have been drawn more than once
             task = failed_tasks[task_id]
             game = Game(
                 kind=kind_name(task.kind),
@@ -204,15 +206,15 @@ def attempt_metrics(games: Sequence[Game]) -> dict[str, Any]:
         return {}
     shares = [game.success for game in games]
     low, high = share_interval(shares)
-    most = max(game.attempts for game in games)
+    most_attempts = max(game.attempts for game in games)
     metrics: dict[str, Any] = {
         "games": float(len(games)),
-        "attempts": float(most),
+        "attempts": float(most_attempts),
         "success": sum(shares) / len(shares),
         "ci_low": low,
         "ci_high": high,
     }
-    for k in sizes(most):
+    for k in sizes(most_attempts):
         counted = [game for game in games if game.attempts >= k]
         passes = [pass_at(k, attempts=g.attempts, successes=g.successes) for g in counted]
         metrics[f"pass_at_{k}"] = sum(passes) / len(passes)

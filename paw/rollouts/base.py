@@ -44,11 +44,11 @@ class RolloutStats:
 
     @classmethod
     def sum(cls, parts: Iterable["RolloutStats"]) -> "RolloutStats":
-        total = cls()
-        for part in parts:
-            for name, value in vars(part).items():
-                setattr(total, name, getattr(total, name) + value)
-        return total
+        stats_sum = cls()
+        for other_stats in parts:
+            for name, value in vars(other_stats).items():
+                setattr(stats_sum, name, getattr(stats_sum, name) + value)
+        return stats_sum
 
     def metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {"health/env_failures": len(self.failed)}

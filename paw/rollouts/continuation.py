@@ -42,16 +42,20 @@ def continue_after(
     Each text is encoded on its own, so the world model finds it as a target.
     """
     pieces = chat.following(answer, messages)
-    ids: list[int] = []
+    added_ids: list[int] = []
     spans: list[tuple[int, int]] = []
     for template_ids, text in pieces:
-        ids += template_ids
-        start = len(ids)
-        ids += chat.observation_ids(text)
-        spans.append((start, len(ids)))
+        added_ids += template_ids
+        text_start = len(added_ids)
+        added_ids += chat.observation_ids(text)
+        spans.append((text_start, len(added_ids)))
     separator_ids, first_text = pieces[0]
     return Continuation(
-        messages=messages, ids=ids, separator_ids=separator_ids, first_text=first_text, spans=spans
+        messages=messages,
+        ids=added_ids,
+        separator_ids=separator_ids,
+        first_text=first_text,
+        spans=spans,
     )
 
 
@@ -70,12 +74,12 @@ def prompt_after_response(chat: Chat, turn: Turn, text: str) -> Prompt:
 
     If the response has ended, the text is a user message. Otherwise it continues the answer.
     """
-    ids = ids_of(turn)
+    prompt_ids = ids_of(turn)
     text_ids = chat.observation_ids(text)
     if turn.response_ids[-1] in chat.end_ids:
-        ids = ids + chat.separator_ids + text_ids + chat.reply_ids
-        return Prompt(ids, chat.opened)
-    return Prompt(ids + text_ids, opened="")
+        prompt_ids = prompt_ids + chat.separator_ids + text_ids + chat.reply_ids
+        return Prompt(prompt_ids, chat.opened)
+    return Prompt(prompt_ids + text_ids, opened="")
 
 
 def add_result(chat: Chat, turn: Turn, reply: Reply, limit: int) -> None:
@@ -84,10 +88,10 @@ def add_result(chat: Chat, turn: Turn, reply: Reply, limit: int) -> None:
     The turn called tools. Its observation is the tools' results, or the result of the first one.
     `limit` is as for `record_observation`.
     """
-    calls = reply.calls or [unread(0)]
+    tool_calls = reply.calls or [unread(0)]
     messages: list[dict[str, Any]] = []
-    for call, result in zip(calls, _results(turn), strict=False):
-        messages.append(call.answer(result))
+    for tool_call, result in zip(tool_calls, _results(turn), strict=False):
+        messages.append(tool_call.answer(result))
     continuation = continue_after(chat, reply.message(), messages)
     record_observation(chat, turn, continuation, limit=limit)
 
@@ -125,10 +129,10 @@ def _record_results(turn: Turn, continuation: Continuation, *, count: int, limit
     first_start = continuation.spans[0][0]
     turn.spans = []
     for span_start, span_end in continuation.spans[:count]:
-        start = span_start - first_start
-        end = span_end - first_start
-        if start < limit:
-            turn.spans.append((start, min(end, limit)))
+        result_start = span_start - first_start
+        result_end = span_end - first_start
+        if result_start < limit:
+            turn.spans.append((result_start, min(result_end, limit)))
     last_end = turn.spans[-1][1] if turn.spans else 0  # there are none if the limit is 0
     turn.observation_ids = as_ids(continuation.ids[first_start : first_start + last_end])
 

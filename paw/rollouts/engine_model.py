@@ -168,23 +168,23 @@ class EngineModel(Model):
         """
         limit = self.config.rollout.max_prompt_tokens
         if continues is None and isinstance(context, str) and not self.tools:
-            ids, cut = self._chat.fit_prompt(context, limit)
+            prompt_ids, cut = self._chat.fit_prompt(context, limit)
             if cut > 0:
                 self.episode.stats.prompts_truncated += 1
-            return Prompt(ids, self._chat.opened)
+            return Prompt(prompt_ids, self._chat.opened)
 
         if continues is not None:
             prompt = prompt_after_response(self._chat, continues.turn, context_text(context))
         elif conversation_before is not None and continuation is not None:
-            ids = ids_up_to_end(self._chat, conversation_before.turn) + continuation.ids
-            prompt = Prompt(ids, self._chat.opened)
+            prompt_ids = ids_up_to_end(self._chat, conversation_before.turn) + continuation.ids
+            prompt = Prompt(prompt_ids, self._chat.opened)
         else:
-            ids = self._chat.conversation_ids(conversation(context), self.tools)
-            prompt = Prompt(ids, self._chat.opened)
+            prompt_ids = self._chat.conversation_ids(conversation(context), self.tools)
+            prompt = Prompt(prompt_ids, self._chat.opened)
             is_first_turn = not self.episode.trajectory.turns
-            if len(ids) > limit and is_first_turn:
+            if len(prompt_ids) > limit and is_first_turn:
                 raise EnvironmentFailure(
-                    f"rollout.max_prompt_tokens = {limit}, the first prompt has {len(ids)}; "
+                    f"rollout.max_prompt_tokens = {limit}, the first prompt has {len(prompt_ids)}; "
                     "raise it: conversations are not cut"
                 )
         if len(prompt.ids) > limit:

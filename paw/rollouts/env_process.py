@@ -146,7 +146,7 @@ def _task_of(environment: CheckedEnv) -> str | None:
 
 
 def _reply_fields(reply: Reply) -> Fields:
-    calls = [asdict(call) for call in reply.calls]
+    calls = [asdict(tool_call) for tool_call in reply.calls]
     return {"text": str(reply), "content": reply.content, "calls": calls, "problem": reply.problem}
 
 

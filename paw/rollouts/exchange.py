@@ -30,33 +30,33 @@ def gather_turns(groups: Sequence[Group], ranks: "Ranks") -> list[Group]:
     This takes the memory of all of them on every rank. Log-probs and entropies travel as float32,
     which is what engines return.
     """
-    here = [trajectory for group in groups for trajectory in group.trajectories]
-    is_partial = any(isinstance(trajectory, AwayTrajectory) for trajectory in here)
+    own_trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    is_partial = any(isinstance(trajectory, AwayTrajectory) for trajectory in own_trajectories)
     if not any(ranks.gather(is_partial)):
         return list(groups)
 
     tasks = [group.task for group in groups]
     own_groups: list[Group] = []
-    for index, group in enumerate(groups):
+    for group_index, group in enumerate(groups):
         # A task may occur more than once, so groups are known by their place. Payloads are left
         # out, because every rank has them.
-        task = Task(str(index), group.task.kind)
-        own_groups.append(Group(task, _own_copies(group, task), index))
+        task = Task(str(group_index), group.task.kind)
+        own_groups.append(Group(task, _own_copies(group, task), group_index))
     own_result = own_groups, RolloutStats()
-    ids, values = _take_numbers(own_result)
+    token_ids, values = _take_numbers(own_result)
 
     gathered = ranks.gather(own_result, RolloutResult)
-    gathered_ids = ranks.gather_rows(ids, int)
+    gathered_ids = ranks.gather_rows(token_ids, int)
     gathered_values = ranks.gather_rows(values, float)
 
     full = [Group(task, [], group.index) for task, group in zip(tasks, groups, strict=True)]
     for result, rank_ids, rank_values in zip(gathered, gathered_ids, gathered_values, strict=True):
         _restore_numbers(result, iter(rank_ids), iter(rank_values))
         rank_groups, _ = result
-        for index, group in enumerate(rank_groups):
+        for group_index, group in enumerate(rank_groups):
             for trajectory in group.trajectories:
-                trajectory.task = tasks[index]
-                full[index].trajectories.append(trajectory)
+                trajectory.task = tasks[group_index]
+                full[group_index].trajectories.append(trajectory)
     return full
 
 
@@ -75,13 +75,13 @@ def _take_numbers(result: RolloutResult) -> tuple[list[Ids], list[Values]]:
 
     They are in the order in which `_restore_numbers` reads them.
     """
-    ids: list[Ids] = []
+    token_ids: list[Ids] = []
     values: list[Values] = []
     for turn in turns_of(result):
         versions = no_ids() if turn.versions is None else turn.versions
         observation_ids = no_ids() if turn.observation_ids is None else turn.observation_ids
         entropy = no_values() if turn.entropy is None else turn.entropy
-        ids += [turn.prompt_ids, turn.response_ids, versions, observation_ids]
+        token_ids += [turn.prompt_ids, turn.response_ids, versions, observation_ids]
         values += [turn.sampled_logp, entropy]
 
         turn.prompt_ids = no_ids()
@@ -90,7 +90,7 @@ def _take_numbers(result: RolloutResult) -> tuple[list[Ids], list[Values]]:
         turn.observation_ids = None
         turn.sampled_logp = no_values()
         turn.entropy = None
-    return ids, values
+    return token_ids, values
 
 
 def _restore_numbers(result: RolloutResult, ids: Iterator[Ids], values: Iterator[Values]) -> None:

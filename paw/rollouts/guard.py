@@ -102,7 +102,9 @@ class CheckedEnv:
             return self._text("context()", context, tail=True)
         if not context or not all(isinstance(message, Mapping) for message in context):
             self._refuse("context()", context, 'text, or a list of {"role": ..., "content": ...}')
-        messages = [self._message(index, message) for index, message in enumerate(context)]
+        messages = [
+            self._message(message_index, message) for message_index, message in enumerate(context)
+        ]
         if messages[-1]["role"] == "assistant":
             self._refuse(
                 "context()", context[-1:], "a conversation that ends before the model's answer"
@@ -240,17 +242,19 @@ class CheckedEnv:
         if role not in ROLES:
             self._refuse(f"the role of {source}", role, f"one of {', '.join(ROLES)}")
 
-        calls = message.get("tool_calls") or []
+        tool_calls = message.get("tool_calls") or []
         content = ""
-        if message.get("content") is not None or not calls:  # a message with calls needs none
+        if message.get("content") is not None or not tool_calls:  # a message with calls needs none
             content = self._text(f"the content of {source}", message.get("content"), tail=True)
 
         checked: dict[str, Any] = {"role": role, "content": content}
         for key in ("name", "tool_call_id"):
             if message.get(key):
                 checked[key] = self._text(f"{source}: {key}", message[key])
-        if calls:
-            checked["tool_calls"] = [self._tool_call(source, role, call) for call in calls]
+        if tool_calls:
+            checked["tool_calls"] = [
+                self._tool_call(source, role, tool_call) for tool_call in tool_calls
+            ]
         return checked
 
     def _tool_call(self, source: str, role: Any, call: Any) -> dict[str, Any]:

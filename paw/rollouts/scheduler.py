@@ -112,8 +112,8 @@ class Rollouts:
         closing = threading.Lock()
         self.pools: dict[str, EnvPool] = {}
         """The environments, by the label in their tasks."""
-        for label, part in parts_of(factory, config.env).items():
-            self.pools[label] = EnvPool(part.factory, part.config, self.loop, closing)
+        for label, env_part in parts_of(factory, config.env).items():
+            self.pools[label] = EnvPool(env_part.factory, env_part.config, self.loop, closing)
         self.loop.set_default_executor(Daemons())
         self._request_keys = itertools.count()
         self._rewards = load_rewards(config)
@@ -252,18 +252,18 @@ class Rollouts:
         (`AwayTrajectory`). Groups with too few members left are dropped here, whichever rank played
         them. A call of all ranks.
         """
-        parts = [own_result]
+        rank_results = [own_result]
         if self.ranks and self.ranks.world_size > 1:
-            parts = share_summaries(own_result, tasks, self.ranks)
+            rank_results = share_summaries(own_result, tasks, self.ranks)
 
-        groups = [Group(task, [], index) for index, task in enumerate(tasks)]
-        for rank_groups, _ in parts:
+        groups = [Group(task, [], task_index) for task_index, task in enumerate(tasks)]
+        for rank_groups, _ in rank_results:
             for group in rank_groups:
                 groups[group.index].trajectories += group.trajectories
 
         least_members = min(least_members, group_size)
         kept_groups = [group for group in groups if len(group.trajectories) >= least_members]
-        stats = RolloutStats.sum(rank_stats for _, rank_stats in parts)
+        stats = RolloutStats.sum(rank_stats for _, rank_stats in rank_results)
         stats.groups_dropped = len(groups) - len(kept_groups)
         return kept_groups, stats
 
@@ -329,16 +329,16 @@ class Rollouts:
         """
         rank = self.ranks.rank if self.ranks else 0
         world_size = self.ranks.world_size if self.ranks else 1
-        count = len(tasks) * group_size
-        start = count * rank // world_size
-        end = count * (rank + 1) // world_size
+        episode_count = len(tasks) * group_size
+        first_episode = episode_count * rank // world_size
+        end_episode = episode_count * (rank + 1) // world_size
 
         groups: list[Group] = []
-        for episode_index in range(start, end):
-            index, member = divmod(episode_index, group_size)
-            if not groups or groups[-1].index != index:
-                groups.append(Group(tasks[index], [], index))
-            groups[-1].trajectories.append(Trajectory(tasks[index], member))
+        for episode_index in range(first_episode, end_episode):
+            task_index, member = divmod(episode_index, group_size)
+            if not groups or groups[-1].index != task_index:
+                groups.append(Group(tasks[task_index], [], task_index))
+            groups[-1].trajectories.append(Trajectory(tasks[task_index], member))
         return groups
 
     def _report_cut_texts(self, count: int) -> None:
@@ -617,12 +617,12 @@ class Rollouts:
             episode.stats.rewards_failed = 1
             raise
 
-        total = sum(reward.weight * values[reward.label] for reward in rewards)
+        weighted_sum = sum(reward.weight * values[reward.label] for reward in rewards)
         # A single one has no label, and the episode's return says it.
         trajectory.rewards = {label: value for label, value in values.items() if label}
         for turn in trajectory.turns:
             is_last = turn is trajectory.turns[-1]
-            turn.outcome = replace(turn.outcome, reward=total if is_last else 0.0)
+            turn.outcome = replace(turn.outcome, reward=weighted_sum if is_last else 0.0)
 
 
 async def _let_others_run() -> None:

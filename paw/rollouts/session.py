@@ -157,11 +157,11 @@ class Session:
         read = request.messages
         if earlier is not None:
             answer_position = len(earlier.received) - 1
-            added = request.messages[answer_position + 1 :]
+            added_messages = request.messages[answer_position + 1 :]
             # As before, but with the answer as the client writes it: so it will write it again.
             received = [*earlier.received[:-1], *request.messages[answer_position:]]
-            read = [*earlier.read, *added]
-            _observe(earlier, added)
+            read = [*earlier.read, *added_messages]
+            _observe(earlier, added_messages)
         self._env.anchor = request.messages[-1]["content"]
 
         response = await self._model.generate(
@@ -279,14 +279,14 @@ def _is_same_answer(message: Message, sent: Message) -> bool:
     if message["role"] != "assistant":
         return False
     text = message["content"].strip()
-    calls = sent.get("tool_calls", [])
+    sent_calls = sent.get("tool_calls", [])
     is_same_text = text == (sent["content"] or "").strip()
-    if not calls:
+    if not sent_calls:
         return is_same_text and not message.get("tool_calls")
     if not is_same_text and text:
         return False
-    returned = [_call_key(call) for call in message.get("tool_calls", [])]
-    return returned == [_call_key(call) for call in calls]
+    returned = [_call_key(tool_call) for tool_call in message.get("tool_calls", [])]
+    return returned == [_call_key(tool_call) for tool_call in sent_calls]
 
 
 def _call_key(call: dict[str, Any]) -> tuple[str, Any]:

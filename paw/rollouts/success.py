@@ -18,10 +18,10 @@ def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
     """
     if n == 0:
         return 0.0, 1.0
-    p = successes / n
+    share = successes / n
     z2 = z * z
-    centre = (p + z2 / (2 * n)) / (1 + z2 / n)
-    half_width = z / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half_width = z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
     return max(0.0, centre - half_width), min(1.0, centre + half_width)
 
 
@@ -142,9 +142,9 @@ def kinds(groups: list[Group], failed: Sequence[Trajectory] = ()) -> list[tuple[
         ended += [(episode.task, episode.won) for episode in group.trajectories]
     ended += [(episode.task, False) for episode in failed]
 
-    rows: list[tuple[str, bool]] = []
+    kind_rows: list[tuple[str, bool]] = []
     for task, won in ended:
-        rows.append((kind_name(task.kind), won))
+        kind_rows.append((kind_name(task.kind), won))
         if task.env:
-            rows.append((task.env, won))
-    return rows
+            kind_rows.append((task.env, won))
+    return kind_rows

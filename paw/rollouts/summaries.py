@@ -64,9 +64,9 @@ class RankReport:
             )
 
         groups: list[Group] = []
-        for index, reports in self.groups:
-            episodes: list[Trajectory] = [away(report, tasks[index]) for report in reports]
-            groups.append(Group(tasks[index], episodes, index))
+        for group_index, reports in self.groups:
+            episodes: list[Trajectory] = [away(report, tasks[group_index]) for report in reports]
+            groups.append(Group(tasks[group_index], episodes, group_index))
         failed: list[Trajectory] = []
         for report in self.failed:
             failed.append(away(report, tasks_by_id[report.task]))

@@ -60,10 +60,10 @@ def push_weights(
     engine.sync(weights, version)
     if not weights.taken or weights.exhausted:
         return
-    total = len(weights.shapes())
-    if weights.taken < total:
+    tensor_count = len(weights.shapes())
+    if weights.taken < tensor_count:
         raise UserError(
-            f"sync of {type(engine).__name__} took {weights.taken} of {total} parameters and"
+            f"sync of {type(engine).__name__} took {weights.taken} of {tensor_count} parameters and"
             f" stopped after '{weights.last_taken}'; it must go through all (name, tensor) pairs,"
             " or none if it samples with the trainer's model"
         )
@@ -85,11 +85,11 @@ class SampledBy:
     @classmethod
     def of_all(cls, parts: Sequence["SampledBy"]) -> "SampledBy":
         """Return the parts, one after another, as one."""
-        servers = list(dict.fromkeys(server for part in parts for server in part.servers))
+        servers = list(dict.fromkeys(server for sampled in parts for server in sampled.servers))
         indices = [no_ids()]
-        for part in parts:
-            numbers = [0, *(1 + servers.index(server) for server in part.servers)]
-            indices.append(np.array(numbers, np.int32)[part.index])
+        for sampled in parts:
+            numbers = [0, *(1 + servers.index(server) for server in sampled.servers)]
+            indices.append(np.array(numbers, np.int32)[sampled.index])
         return cls(servers, np.concatenate(indices))
 
 

@@ -14,11 +14,13 @@ def checked_stop(stop: Iterable[Any]) -> list[str]:
     Raises ValueError if one is not a text, or is empty. The agent sees this error, not the engine
     later.
     """
-    words = list(stop)
-    for word in words:
-        if not isinstance(word, str) or not word:
-            raise ValueError(f"stop contains {short_repr(word)}; each must be a non-empty text")
-    return words
+    stop_strings = list(stop)
+    for stop_string in stop_strings:
+        if not isinstance(stop_string, str) or not stop_string:
+            raise ValueError(
+                f"stop contains {short_repr(stop_string)}; each must be a non-empty text"
+            )
+    return stop_strings
 
 
 def turns_problem(turns: Sequence[Turn], *, with_tokens: bool) -> str:

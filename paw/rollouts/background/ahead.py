@@ -169,15 +169,15 @@ class PlayerHandle:
     def _end(self) -> str:
         """Say in words how the process ended. Kills it if it does not end."""
         try:
-            code = self._process.wait(timeout=END_S)
+            exit_code = self._process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
             self._kill()
             return "it had closed its connection"
         # A negative code is the signal that ended the supervisor; 128 + N that of the process.
-        number = -code if code < 0 else code - 128
+        number = -exit_code if exit_code < 0 else exit_code - 128
         if number in signal.valid_signals():
             return f"killed by {signal.Signals(number).name}"
-        return f"exit code {code}"
+        return f"exit code {exit_code}"
 
     def _kill(self) -> None:
         """Tell the supervisor to end the process and everything it started."""
@@ -265,10 +265,10 @@ class AsyncRollouts:
 
         self._player.close()
         self._player = self._start()
-        for step, other in self._updates.items():
+        for step, other_update in self._updates.items():
             # Updates already played are kept.
-            if other.result.done() and other.result.exception():
-                other.result = self._player.play(step, other.count)
+            if other_update.result.done() and other_update.result.exception():
+                other_update.result = self._player.play(step, other_update.count)
         return None
 
     def _start(self) -> PlayerHandle:

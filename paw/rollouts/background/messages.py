@@ -57,15 +57,15 @@ class PackedRows(Message):
     def unpack(self, dtype: type[np.number]) -> list[np.ndarray | None]:
         """The arrays are views of one."""
         numbers = np.frombuffer(bytearray(self.numbers), dtype)
-        rows: list[np.ndarray | None] = []
-        start = 0
+        unpacked_rows: list[np.ndarray | None] = []
+        row_start = 0
         for length in np.frombuffer(self.lengths, np.int32).tolist():
             if length < 0:
-                rows.append(None)
+                unpacked_rows.append(None)
                 continue
-            rows.append(numbers[start : start + length])
-            start += length
-        return rows
+            unpacked_rows.append(numbers[row_start : row_start + length])
+            row_start += length
+        return unpacked_rows
 
 
 # --- from the trainer
@@ -149,8 +149,8 @@ class UpdateFailed(Message):
 
     @classmethod
     def of(cls, step: int | None, error: UserError) -> Self:
-        code = error.exit_code if isinstance(error.exit_code, int) else UserError.exit_code
-        return cls(step=step, text=clean(error, LINE_CHARS), exit_code=code)
+        exit_code = error.exit_code if isinstance(error.exit_code, int) else UserError.exit_code
+        return cls(step=step, text=clean(error, LINE_CHARS), exit_code=exit_code)
 
     def error(self) -> UserError:
         error = UserError(self.text)
@@ -173,17 +173,17 @@ class UpdatePlayed(Message):
     @classmethod
     def pack(cls, step: int, result: RolloutResult, tasks: Sequence[Task]) -> Self:
         """Make the message for these episodes. Takes `result` apart."""
-        ids: list[np.ndarray | None] = []
+        token_ids: list[np.ndarray | None] = []
         values: list[np.ndarray | None] = []
         for turn in turns_of(result):
-            ids += _take_fields(turn, Turn.IDS)
+            token_ids += _take_fields(turn, Turn.IDS)
             values += _take_fields(turn, Turn.VALUES)
-        set_tasks(result, {task.id: Task(str(index)) for index, task in enumerate(tasks)})
+        set_tasks(result, {task.id: Task(str(task_index)) for task_index, task in enumerate(tasks)})
         return cls(
             step=step,
             tasks=digest(tasks),
             rest=result,
-            ids=PackedRows.pack(ids, np.int32),
+            ids=PackedRows.pack(token_ids, np.int32),
             values=PackedRows.pack(values, np.float64),
         )
 
@@ -196,14 +196,14 @@ class UpdatePlayed(Message):
                 "an environment must list the same tasks whenever it is loaded, "
                 "or be played without: --rollout.ahead 0"
             )
-        ids = iter(self.ids.unpack(np.int32))
+        token_ids = iter(self.ids.unpack(np.int32))
         values = iter(self.values.unpack(np.float64))
         for turn in turns_of(self.rest):
             for name in Turn.IDS:
-                setattr(turn, name, next(ids))
+                setattr(turn, name, next(token_ids))
             for name in Turn.VALUES:
                 setattr(turn, name, next(values))
-        set_tasks(self.rest, {str(index): task for index, task in enumerate(tasks)})
+        set_tasks(self.rest, {str(task_index): task for task_index, task in enumerate(tasks)})
         return self.rest
 
 
@@ -213,8 +213,8 @@ FromPlayer = Annotated[
 
 
 def digest(tasks: Sequence[Task]) -> str:
-    ids = "\0".join(task.id for task in tasks)
-    return hashlib.sha256(ids.encode("utf-8", "surrogatepass")).hexdigest()
+    task_ids = "\0".join(task.id for task in tasks)
+    return hashlib.sha256(task_ids.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _take_fields(turn: Turn, names: Sequence[str]) -> list[np.ndarray | None]:
@@ -250,8 +250,8 @@ class Channel:
         """
         searched = 0
         while True:
-            end = self._received.find(b"\n", searched)
-            if end >= 0:
+            line_end = self._received.find(b"\n", searched)
+            if line_end >= 0:
                 break
             searched = len(self._received)
             if not wait([self._socket], timeout_s):
@@ -260,8 +260,8 @@ class Channel:
             if not chunk:
                 raise EOFError
             self._received += chunk
-        line = bytes(self._received[:end])
-        del self._received[: end + 1]
+        line = bytes(self._received[:line_end])
+        del self._received[: line_end + 1]
         return self._incoming.validate_json(line)
 
     def end(self) -> None:

@@ -139,10 +139,10 @@ class Player:
 
         # In threads, in case closing raises or hangs.
         threads = Threads(self._config.env.threads, CLOSE_S - 2 * MARGIN_S)
-        calls: list[Callable[[], None]] = []
+        closing_calls: list[Callable[[], None]] = []
         for rollouts in self._rollouts:
-            calls += rollouts.closing_calls(busy=True)
-        threads.close(*calls)
+            closing_calls += rollouts.closing_calls(busy=True)
+        threads.close(*closing_calls)
 
     def _play(self, rollouts: PlayerRollouts, request: PlayUpdate) -> None:
         with suppress(OSError):  # the trainer has ended

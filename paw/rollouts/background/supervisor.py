@@ -47,10 +47,10 @@ def main(trainer: int, command: Sequence[str], socket_fd: int) -> int:
     ended = threading.Event()
     threading.Thread(target=_kill_in_time, args=(child.pid, trainer, ended), daemon=True).start()
 
-    code = _wait_for(child.pid)
+    exit_code = _wait_for(child.pid)
     ended.set()
     _end_descendants(child.pid)
-    return code if code >= 0 else 128 - code
+    return exit_code if exit_code >= 0 else 128 - exit_code
 
 
 def _kill_in_time(pid: int, trainer: int, ended: threading.Event) -> None:

@@ -109,40 +109,40 @@ class Entropy(ProcessorV1, ProcessorV2):
         """
         scaled = logits
         if ctx is None:
-            rows = self._rows_v1(len(logits))
+            request_of_row = self._rows_v1(len(logits))
         else:
-            rows = self._rows_v2(ctx)
+            request_of_row = self._rows_v2(ctx)
             temperatures = [1.0] * len(logits)
-            for row, (request, _) in rows.items():
+            for row, (request, _) in request_of_row.items():
                 temperatures[row] = request.temperature
             scaled = logits / torch.tensor(temperatures, device=logits.device)[:, None]
-        if not rows:
+        if not request_of_row:
             return logits
 
         step = Step(torch.special.entr(scaled.softmax(-1)).sum(-1))
-        for row, (request, index) in rows.items():
+        for row, (request, index) in request_of_row.items():
             if request.key in _entropies:
                 _entropies[request.key][index] = TokenEntropy(step, row)
         return logits
 
     def _rows_v1(self, count: int) -> dict[int, tuple[RunningRequest, int]]:
         """Return (request, index of the response token being sampled) for each row."""
-        rows = {}
+        request_of_row = {}
         for row, request in self._requests.items():
             if row < count:
-                rows[row] = (request, len(request.response))
-        return rows
+                request_of_row[row] = (request, len(request.response))
+        return request_of_row
 
     def _rows_v2(self, ctx: Any) -> dict[int, tuple[RunningRequest, int]]:
         """Do the same as `_rows_v1`. `ctx` has each row's slot and sequence length."""
         slots = ctx.idx_mapping_np.tolist()
         lengths = ctx.seq_lens_upper_bound_np.tolist()
-        rows = {}
+        request_of_row = {}
         for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
             request = self._requests.get(slot)
             if request:
-                rows[row] = (request, length - request.prompt_tokens)
-        return rows
+                request_of_row[row] = (request, length - request.prompt_tokens)
+        return request_of_row
 
 
 def take(key: str, count: int) -> list[float] | None:
@@ -151,7 +151,7 @@ def take(key: str, count: int) -> list[float] | None:
     Returns None if one is missing.
     """
     by_index = _entropies.pop(key, {})
-    entropies = [by_index.get(index) for index in range(count)]
+    entropies = [by_index.get(token_index) for token_index in range(count)]
     if not all(entropies):
         return None
     return [entropy.value for entropy in entropies if entropy]
@@ -162,4 +162,4 @@ class Extension:
 
     def paw_entropy(self, responses: list[tuple[str, int]]) -> list[list[float] | None]:
         """Call `take` for several requests."""
-        return [take(key, count) for key, count in responses]
+        return [take(key, token_count) for key, token_count in responses]

@@ -78,12 +78,13 @@ class Generator:
         self._mixes_tokens = bool(token_mixers(model))
         self._transform = LogitTransform.of(model.config)
 
-        kinds = _partial_attention(model, longest=longest, mixes_tokens=self._mixes_tokens)
-        if kinds:
+        partial_kinds = _partial_attention(model, longest=longest, mixes_tokens=self._mixes_tokens)
+        if partial_kinds:
             model_type = model.config.get_text_config().model_type
             raise UserError(
                 f"{origin} samples from full-attention models only;"
-                f" '{model_type}' has {', '.join(sorted(kinds))} layers: use --engine.type vllm"
+                f" '{model_type}' has {', '.join(sorted(partial_kinds))} layers:"
+                " use --engine.type vllm"
             )
 
     def answer(self, requests: Sequence[Request]) -> list[Completion]:
@@ -122,13 +123,17 @@ class Generator:
             logits_BV = self._transform(head(hidden_BD))
             token_B, logp_B, entropy_B = sample(logits_BV, temperature_B, uniform_B)
             samples = zip(live, token_B.tolist(), logp_B.tolist(), entropy_B.tolist(), strict=True)
-            for index, token, logp, entropy in samples:
-                if not responses[index].finished:
-                    responses[index].add(token, logp, entropy)
+            for request_index, token, logp, entropy in samples:
+                if not responses[request_index].finished:
+                    responses[request_index].add(token, logp, entropy)
             if cache is None or all(response.finished for response in responses):
                 break
 
-            kept_rows = [row for row, index in enumerate(live) if not responses[index].finished]
+            kept_rows = [
+                row
+                for row, request_index in enumerate(live)
+                if not responses[request_index].finished
+            ]
             # Dropping rows copies the cache, which costs about as much as one decoding step.
             if len(kept_rows) <= 0.75 * len(live):
                 rows_B = torch.tensor(kept_rows, device=device)
@@ -138,7 +143,7 @@ class Generator:
                 token_B = token_B[rows_B]
                 cache.keep(rows_B)
 
-            longest_prompt = max(len(batch[index].prompt_ids) for index in live)
+            longest_prompt = max(len(batch[request_index].prompt_ids) for request_index in live)
             cache.write_at(length_B + t, longest_prompt + t + 1)
             hidden_BD = decoder(
                 input_ids=token_B[:, None],
@@ -368,8 +373,8 @@ def check_sampling(lm: PreTrainedModel, origin: str = "engine.type = 'transforme
             raise UserError(f"{refusal}: {describe(error)}; use --engine.type vllm") from error
         differences = []
         for request, completion in zip(requests, completions, strict=True):
-            row = torch.tensor(request.prompt_ids + completion.token_ids, device=lm.device)
-            trainer_logp = own_logp(lm, row)[-len(completion.logp) :].cpu()
+            token_row = torch.tensor(request.prompt_ids + completion.token_ids, device=lm.device)
+            trainer_logp = own_logp(lm, token_row)[-len(completion.logp) :].cpu()
             differences.append((trainer_logp - torch.tensor(completion.logp)).abs())
 
     difference = torch.cat(differences)

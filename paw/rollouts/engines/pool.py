@@ -99,8 +99,10 @@ class ServerPool:
         entropy: bool = False,
         model: str = "",
     ) -> None:
-        first = ranks.rank % len(urls)
-        self.servers = [Server(url.rstrip("/")) for url in [*urls[first:], *urls[:first]]]
+        first_server = ranks.rank % len(urls)
+        self.servers = [
+            Server(url.rstrip("/")) for url in [*urls[first_server:], *urls[:first_server]]
+        ]
         self.end_ids = sorted(end_ids)
         self.vocabulary = vocabulary
         self.entropy = entropy
@@ -266,11 +268,11 @@ class ServerPool:
     def _check(self, choice: Choice, request: Request, cached_tokens: int) -> None:
         """Raises WrongAnswer if tokens or log-probs do not fit the request."""
         check_tokens(choice, self.vocabulary)
-        count = len(choice.token_ids)
+        token_count = len(choice.token_ids)
         same_tokens = choice.token_ids == [token.token_id for token in choice.logprobs]
-        if not same_tokens or not 1 <= count <= request.max_tokens:
+        if not same_tokens or not 1 <= token_count <= request.max_tokens:
             raise WrongAnswer(
-                f"{count} token ids with {len(choice.logprobs)} log-probs for at most "
+                f"{token_count} token ids with {len(choice.logprobs)} log-probs for at most "
                 f"{request.max_tokens}"
             )
         if not 0 <= cached_tokens <= len(request.prompt_ids):
@@ -293,17 +295,17 @@ class ServerPool:
 
         One call asks for all responses that finish while the previous call is running.
         """
-        call = server.next_entropy_call
-        if call is None:
+        entropy_call = server.next_entropy_call
+        if entropy_call is None:
             responses: list[tuple[str, int]] = []
             result = asyncio.ensure_future(self._ask_entropies(server, responses))
             # An error is raised for each response below. This only marks it as retrieved.
             result.add_done_callback(lambda done: done.cancelled() or done.exception())
-            call = EntropyCall(responses, result)
-            server.next_entropy_call = call
-        index = len(call.responses)
-        call.responses.append((name, count))
-        entropy = (await asyncio.shield(call.result))[index]
+            entropy_call = EntropyCall(responses, result)
+            server.next_entropy_call = entropy_call
+        response_index = len(entropy_call.responses)
+        entropy_call.responses.append((name, count))
+        entropy = (await asyncio.shield(entropy_call.result))[response_index]
         if entropy is not None and len(entropy) != count:
             raise WrongAnswer(f"{len(entropy)} entropies for {count} tokens")
         return entropy
@@ -314,7 +316,7 @@ class ServerPool:
         async with server.entropy_lock:
             server.next_entropy_call = None  # no more responses join this call
             body = {"method": "paw_entropy", "args": [responses]}
-            max_bytes = most_bytes(sum(count for _, count in responses))
+            max_bytes = most_bytes(sum(token_count for _, token_count in responses))
             reply = await self._client.ask(
                 "POST", f"{server.url}/collective_rpc", body, max_bytes=max_bytes
             )

@@ -127,9 +127,9 @@ def token_versions(spans: Sequence[VersionSpan], count: int) -> list[int]:
 
 
 def _no_versions(spans: Sequence[VersionSpan], count: int) -> WrongAnswer:
-    parts = []
+    faults = []
     for span in spans[:MAX_SPANS]:
         version = clean(span.version, 20)
-        parts.append(f"{version} of tokens {short_repr(span.start)} to {short_repr(span.end)}")
-    described = ", ".join(parts) or "without a version"
+        faults.append(f"{version} of tokens {short_repr(span.start)} to {short_repr(span.end)}")
+    described = ", ".join(faults) or "without a version"
     return WrongAnswer(f"not one weight version for each of {count} tokens: {described}")

@@ -143,7 +143,7 @@ class ServerEngine(Engine):
             completions.append(self._completions.get(timeout=STEP_S))
             while True:
                 completions.append(self._completions.get_nowait())
-        return [done for done in completions if self.requests.pop(done.key, None)]
+        return [completion for completion in completions if self.requests.pop(completion.key, None)]
 
     def sync(self, parameters: Any, version: int) -> None:
         """Send the weights. Pending requests continue with the new weights."""

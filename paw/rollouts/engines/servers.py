@@ -159,7 +159,7 @@ def _divide_gpus(servers: int, tensor_parallel: int, ranks: int) -> list[list[st
             f" and training need {wanted} GPUs; there are {len(gpus)}"
         )
     starts = range(ranks, wanted, tensor_parallel)
-    return [gpus[start : start + tensor_parallel] for start in starts]
+    return [gpus[first_gpu : first_gpu + tensor_parallel] for first_gpu in starts]
 
 
 class Servers:
@@ -188,7 +188,7 @@ class Servers:
         self._ports = [_free_port() for _ in gpus]
         self._restarted: set[int] = set()
         """Indices of the servers that have been restarted."""
-        self._running = [self._start(index) for index in range(len(gpus))]
+        self._running = [self._start(server_index) for server_index in range(len(gpus))]
 
     @property
     def urls(self) -> list[str]:
@@ -210,13 +210,16 @@ class Servers:
         started_at = time.monotonic()
         waiting = list(range(len(self._running)))
         while True:
-            waiting = [index for index in waiting if not self._answers(client, index)]
+            waiting = [
+                server_index for server_index in waiting if not self._answers(client, server_index)
+            ]
             if not waiting:
                 return
             if time.monotonic() - started_at > START_S:
-                index = waiting[0]
+                server_index = waiting[0]
                 raise UserError(
-                    f"vLLM server {index} did not answer within {START_S:g} s: {self._log(index)}"
+                    f"vLLM server {server_index} did not answer within {START_S:g} s: "
+                    f"{self._log(server_index)}"
                 )
             time.sleep(POLL_S)
 
@@ -234,13 +237,14 @@ class Servers:
         Does not wait. The next weights go to those that answer by then. Returns a line for each.
         """
         lines = []
-        for index, process in enumerate(self._running):
-            if process.poll() is not None and index not in self._restarted:
-                self._restarted.add(index)
+        for server_index, process in enumerate(self._running):
+            if process.poll() is not None and server_index not in self._restarted:
+                self._restarted.add(server_index)
                 lines.append(
-                    f"vLLM server {index} has ended ({self._last_words(index)}): restarting it"
+                    f"vLLM server {server_index} has ended ({self._last_words(server_index)}): "
+                    "restarting it"
                 )
-                self._running[index] = self._start(index)
+                self._running[server_index] = self._start(server_index)
         return lines
 
     def close(self) -> None:
@@ -277,9 +281,9 @@ class Servers:
     def _last_words(self, index: int) -> str:
         """Say what killed a server, or its last error, and where its log is."""
         log = self._log(index)
-        code = self._running[index].returncode or 0
-        if code > 128:
-            return f"killed by {signal.Signals(code - 128).name}; {log}"
+        exit_code = self._running[index].returncode or 0
+        if exit_code > 128:
+            return f"killed by {signal.Signals(exit_code - 128).name}; {log}"
         lines = text_of(log).splitlines()
         last_error = None
         for number, line in enumerate(lines):

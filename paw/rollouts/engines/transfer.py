@@ -147,9 +147,9 @@ class Transfer(ABC):
 
     def each(self, urls: Iterable[str], call: Callable[[str], object]) -> dict[str, str]:
         """Call `call(url)` for all servers in parallel. Returns what it raised, by URL."""
-        calls = {url: self._threads.submit(call, url) for url in urls}
+        call_of_url = {url: self._threads.submit(call, url) for url in urls}
         faults = {}
-        for url, future in calls.items():
+        for url, future in call_of_url.items():
             error = future.exception()
             if error:
                 faults[url] = describe(error)
@@ -171,11 +171,13 @@ class FileTransfer(Transfer):
         with writing(folder, WEIGHTS_DIR_HINT):
             folder.mkdir(exist_ok=True)
             cast_weights = ((name, tensor.to(self.dtype)) for name, tensor in weights)
-            for number, part in enumerate(in_parts(cast_weights, SHARD_BYTES)):
-                if "lm_head.weight" in part:
+            for number, file_tensors in enumerate(in_parts(cast_weights, SHARD_BYTES)):
+                if "lm_head.weight" in file_tensors:
                     # The format refuses a tied head, which shares the embedding's memory.
-                    part["lm_head.weight"] = part["lm_head.weight"].clone()
-                save_file(part, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
+                    file_tensors["lm_head.weight"] = file_tensors["lm_head.weight"].clone()
+                save_file(
+                    file_tensors, folder / f"model-{number:05d}.safetensors", {"format": "pt"}
+                )
 
     def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
         path = str(self._folder / str(version))

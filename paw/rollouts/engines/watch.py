@@ -57,7 +57,7 @@ def main(command: Sequence[str], parent: int, weights_dir: Path | None = None) -
             ended.wait(grace)
 
     threading.Thread(target=end_with_the_trainer, daemon=True).start()
-    code = child.wait()
+    exit_code = child.wait()
     ended.set()
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)  # what it started
@@ -66,7 +66,7 @@ def main(command: Sequence[str], parent: int, weights_dir: Path | None = None) -
         while is_running(trainer, trainer_started) and time.monotonic() < deadline:
             time.sleep(0.05)  # an ending process closes its files first
         remove_abandoned([None, weights_dir])
-    return code if code >= 0 else 128 - code
+    return exit_code if exit_code >= 0 else 128 - exit_code
 
 
 def _handle_stops() -> None:

@@ -80,10 +80,11 @@ def remove_abandoned(parents: Iterable[Path | None]) -> list[str]:
     for parent in {parent or default_parent() for parent in parents}:
         for path in _folders(parent):
             if _is_abandoned(path.name, machine):
-                size = _size(path)
+                folder_bytes = _size(path)
                 shutil.rmtree(path, ignore_errors=True)
                 lines.append(
-                    f"removed {path} ({size / 2**30:.1f} GiB): weights of a run that was killed"
+                    f"removed {path} ({folder_bytes / 2**30:.1f} GiB): "
+                    "weights of a run that was killed"
                 )
     return lines
 
@@ -110,11 +111,11 @@ def _folders(parent: Path) -> list[Path]:
 
 def _size(folder: Path) -> int:
     """Bytes of all files."""
-    size = 0
+    folder_bytes = 0
     for path in folder.rglob("*"):
         with suppress(OSError):
-            size += path.lstat().st_size
-    return size
+            folder_bytes += path.lstat().st_size
+    return folder_bytes
 
 
 def _machine() -> str:

@@ -74,7 +74,7 @@ def _candidates(tokenizer: Any, name: str, vllm_names: list[str]) -> list[Callab
             )
         names = [name]
         if name == "auto":
-            others = [other for other in vllm_names if other not in TRIED_FIRST]
+            others = [other_name for other_name in vllm_names if other_name not in TRIED_FIRST]
             names = [*TRIED_FIRST, *others]
         return [partial(_by_vllm, tokenizer, candidate) for candidate in names]
 
@@ -165,15 +165,15 @@ def _begins_call(body: str, opening: str) -> bool:
 
 def _numbered(parsed_calls: list[tuple[str, Any]], first_number: int) -> tuple[list[ToolCall], str]:
     """Return (the calls, the first problem with their arguments or "")."""
-    calls: list[ToolCall] = []
+    numbered_calls: list[ToolCall] = []
     problem = ""
     for number, (name, arguments) in enumerate(parsed_calls, first_number):
         if not isinstance(name, str) or not isinstance(arguments, dict):
             problem = problem or f"the arguments of '{clean(name, 60)}' are not a JSON object"
             arguments = {}
         call_id = f"call{number:05}"  # nine characters, as Mistral's templates require
-        calls.append(ToolCall(str(name), arguments, call_id))
-    return calls, problem
+        numbered_calls.append(ToolCall(str(name), arguments, call_id))
+    return numbered_calls, problem
 
 
 def _json_problem(body: str, opening: str) -> str:
@@ -207,11 +207,11 @@ def _by_transformers(tokenizer: Any, template: dict[str, Any]) -> Parser:
                 "its patterns do not finish; name another parser with --model.tool_parser"
             ) from None
 
-        calls: list[tuple[str, Any]] = []
-        for call in message.get("tool_calls") or []:
-            function = call.get("function", call)
-            calls.append((function.get("name"), _arguments(function.get("arguments"))))
-        return message.get("content") or "", calls
+        named_calls: list[tuple[str, Any]] = []
+        for tool_call in message.get("tool_calls") or []:
+            function = tool_call.get("function", tool_call)
+            named_calls.append((function.get("name"), _arguments(function.get("arguments"))))
+        return message.get("content") or "", named_calls
 
     return parse
 
@@ -226,11 +226,11 @@ def _by_vllm(tokenizer: Any, name: str) -> Parser:
     def parse(text: str, tools: list[Any]) -> Parsed:
         request = make_request(messages=[], model="", tools=tools)
         extracted = make_parser(tokenizer, request.tools).extract_tool_calls(text, request)
-        calls = [
-            (call.function.name, _arguments(call.function.arguments))
-            for call in extracted.tool_calls
+        named_calls = [
+            (tool_call.function.name, _arguments(tool_call.function.arguments))
+            for tool_call in extracted.tool_calls
         ]
-        return extracted.content or "", calls
+        return extracted.content or "", named_calls
 
     return parse
 

@@ -41,11 +41,11 @@ def context_text(context: Context) -> str:
         return context
     lines: list[str] = []
     for message in context:
-        calls = message.get("tool_calls", ())
-        if message["content"] or not calls:
+        tool_calls = message.get("tool_calls", ())
+        if message["content"] or not tool_calls:
             lines.append(message["content"])
-        for call in calls:
-            function = call["function"]
+        for tool_call in tool_calls:
+            function = tool_call["function"]
             lines.append(str(ToolCall(function["name"], function["arguments"])))
     return "\n".join(lines)
 
@@ -134,24 +134,24 @@ class Chat:
 
         The text loses its first tokens. Raises UserError if the template alone is too long.
         """
-        ids = self.prompt_ids(text)
-        if len(ids) <= max_tokens:
-            return ids, 0
+        prompt_ids = self.prompt_ids(text)
+        if len(prompt_ids) <= max_tokens:
+            return prompt_ids, 0
 
         encoder = self._encoder
         frame = self._frame
         head_ids = frame.head_ids + encoder.plain_ids(frame.before_text)
         template_tokens = len(head_ids) + len(frame.tail_ids)
-        room = max_tokens - template_tokens
-        if room <= 0:
+        text_tokens = max_tokens - template_tokens
+        if text_tokens <= 0:
             raise UserError(
                 f"rollout.max_prompt_tokens = {max_tokens} leaves no room "
                 f"beside the {template_tokens} tokens of the chat template of '{self.name}'"
             )
         text = self.trim(encoder.harmless(text))
         text_ids = encoder.plain_ids(text + frame.after_text)
-        cut = max(0, len(text_ids) - room)
-        return head_ids + text_ids[-room:] + frame.tail_ids, cut
+        cut = max(0, len(text_ids) - text_tokens)
+        return head_ids + text_ids[-text_tokens:] + frame.tail_ids, cut
 
     def conversation_ids(self, messages: list[dict[str, Any]], tools: list[Any]) -> list[int]:
         """Return ids of a whole conversation as the template renders it, ready for a response.
@@ -174,28 +174,28 @@ class Chat:
             raise self._refused(messages, error) from None
 
         # Encode it as the tokenizer does, unless a text then becomes a control token.
-        ids = self.encode(_interleaved(literals, texts))
+        whole_ids = self.encode(_interleaved(literals, texts))
         spelt_out = self._spell_out_texts(literals, texts)
-        if self._encoder.controls(ids) == self._encoder.controls(spelt_out):
-            return ids
+        if self._encoder.controls(whole_ids) == self._encoder.controls(spelt_out):
+            return whole_ids
         return spelt_out
 
     def _spell_out_texts(self, literals: list[str], texts: list[str]) -> list[int]:
         """Return ids of literals and the texts between them. No text becomes a control token."""
-        ids: list[int] = []
+        spelt_ids: list[int] = []
         ordinary = ""  # texts and parts of literals since the last control token
         for literal, text in zip(literals, [*texts, ""], strict=True):
             matches = list(self._encoder.control_pattern.finditer(literal))
             if matches:
-                start = matches[0].start()
-                end = matches[-1].end()
-                ids += self._encoder.plain_ids(ordinary + literal[:start])
-                ids += self.encode(literal[start:end])
-                ordinary = literal[end:]
+                texts_start = matches[0].start()
+                texts_end = matches[-1].end()
+                spelt_ids += self._encoder.plain_ids(ordinary + literal[:texts_start])
+                spelt_ids += self.encode(literal[texts_start:texts_end])
+                ordinary = literal[texts_end:]
             else:
                 ordinary += literal
             ordinary += text
-        return ids + self._encoder.plain_ids(ordinary)
+        return spelt_ids + self._encoder.plain_ids(ordinary)
 
     # --- what follows an answer
     # ---------------------------------------------------------------------------------------------
@@ -260,12 +260,14 @@ class Chat:
         give [(ids of "<tool>" "search" ":", "12 mugs"), (ids of "<end>", "")].
         """
         pieces: list[tuple[list[int], str]] = []
-        start = 0
+        piece_start = 0
         for position in positions:
-            ids = self._ids_apart(literals[start : position + 1], texts[start:position])
-            pieces.append((ids, texts[position]))
-            start = position + 1
-        pieces.append((self._ids_apart(literals[start:], texts[start:]), ""))
+            piece_ids = self._ids_apart(
+                literals[piece_start : position + 1], texts[piece_start:position]
+            )
+            pieces.append((piece_ids, texts[position]))
+            piece_start = position + 1
+        pieces.append((self._ids_apart(literals[piece_start:], texts[piece_start:]), ""))
         return pieces
 
     def _ids_apart(self, literals: list[str], texts: list[str]) -> list[int]:
@@ -274,11 +276,11 @@ class Chat:
         Only literals may contain control tokens.
         """
         first_literal, *other_literals = literals
-        ids = self.encode(first_literal)
+        joined_ids = self.encode(first_literal)
         for text, literal in zip(texts, other_literals, strict=True):
-            ids += self.observation_ids(text)
-            ids += self.encode(literal)
-        return ids
+            joined_ids += self.observation_ids(text)
+            joined_ids += self.encode(literal)
+        return joined_ids
 
     def missing_end(self, response_ids: Sequence[int] | Ids) -> list[int]:
         """Return the end token for a response that has none.
@@ -324,14 +326,14 @@ class Chat:
             prompt = self.render([user])
             written = conversation.removeprefix(prompt)
             literals, texts, _ = marks.split(written, lambda text: text)
-            ids = self._ids_apart(literals, texts)
+            reply_ids = self._ids_apart(literals, texts)
         except Exception as error:
             raise self._refused([user, reply.message()], error) from None
 
-        for position, token in enumerate(ids):
+        for position, token in enumerate(reply_ids):
             if token in self.end_ids:
-                return ids[: position + 1]
-        return ids
+                return reply_ids[: position + 1]
+        return reply_ids
 
     def decode(self, ids: Iterable[int], *, calls: bool = False) -> str:
         """Return the text of sampled tokens, without the end token and any other control token.
@@ -364,10 +366,10 @@ class Chat:
     def _written_call(self) -> str:
         """Return a call as the template writes it in an answer; "" if it takes no calls."""
         user = {"role": "user", "content": "QxUser"}
-        call = Reply.of("", PROBE).message()
+        call_message = Reply.of("", PROBE).message()
         with suppress(Exception):  # a template may raise any error
             prompt = self.render([user], TOOLS)
-            with_call = self.render([user, call], TOOLS, opens_answer=False)
+            with_call = self.render([user, call_message], TOOLS, opens_answer=False)
             written = with_call.rpartition("QxUser")[2]
             if with_call.startswith(prompt):
                 written = with_call.removeprefix(prompt)

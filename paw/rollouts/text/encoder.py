@@ -42,11 +42,13 @@ class Encoder:
         piece_start = 0
         for piece in self._spelling_cuts.split(text):
             encoding = self._backend.encode(piece, add_special_tokens=False)
-            for token, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
+            for token, (first_character, end_character) in zip(
+                encoding.ids, encoding.offsets, strict=True
+            ):
                 # A control token of one character, or one that appears only after normalisation,
                 # cannot be spelt out. It is left out.
                 if token not in self.control:
-                    yield token, (piece_start + first, piece_start + last)
+                    yield token, (piece_start + first_character, piece_start + end_character)
             piece_start += len(piece)
 
     def controls(self, ids: Iterable[int]) -> list[int]:
@@ -92,9 +94,9 @@ def _spelling_cuts(words: Iterable[str]) -> re.Pattern[str]:
 
     The tokenizer's `split_special_tokens` misses those that were added without the special flag.
     """
-    longer_words = sorted(word for word in words if len(word) > 1)
+    longer_words = sorted(control_word for control_word in words if len(control_word) > 1)
     cuts: list[str] = []
-    for first, same_first in groupby(longer_words, key=itemgetter(0)):
-        rests = "|".join(re.escape(word[1:]) for word in same_first)
-        cuts.append(f"(?<={re.escape(first)})(?={rests})")
+    for first_character, same_first in groupby(longer_words, key=itemgetter(0)):
+        rests = "|".join(re.escape(control_word[1:]) for control_word in same_first)
+        cuts.append(f"(?<={re.escape(first_character)})(?={rests})")
     return re.compile("|".join(cuts) or r"(?!)")

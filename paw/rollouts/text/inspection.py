@@ -65,10 +65,10 @@ def inspect_template(
     tool_control = _control_ids(tokenizer, backend, "".join(texts_with_tools))
     control = turn_control | (tool_control - thinking_ids(backend))
 
-    count = prompt.count(USER)
-    if count != 1:
+    user_count = prompt.count(USER)
+    if user_count != 1:
         raise UserError(
-            f"the chat template of '{name}' shows a user message {count} times; expected once"
+            f"the chat template of '{name}' shows a user message {user_count} times; expected once"
         )
     prefix, suffix = prompt.split(USER)
     between = turns.partition(REPLY)[2].partition(USER_AGAIN)[0]

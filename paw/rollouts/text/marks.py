@@ -74,8 +74,8 @@ class Marks:
         """Mark the thoughts and the text of an answer, but not the <think> tags."""
         *thoughts, text = TAGS.split(content)
         marked = ""
-        for part in thoughts:
-            marked += part if part in THINKING else self._spaced(part)
+        for thought in thoughts:
+            marked += thought if thought in THINKING else self._spaced(thought)
         role = "" if calls else "assistant"  # Llama 3 and Mistral show the calls alone
         return marked + self._spaced(text, role)
 
@@ -100,23 +100,23 @@ class Marks:
         The texts are made `harmless`, and escaped as the template escaped their marks. Raises
         ValueError if a text that the template must show is missing.
         """
-        parts = MARK.split(rendered)
-        pieces = parts[::3]
-        escapes = parts[1::3]
-        numbers = [int(number) for number in parts[2::3]]
+        split_text = MARK.split(rendered)
+        pieces = split_text[::3]
+        escapes = split_text[1::3]
+        numbers = [int(number) for number in split_text[2::3]]
         for number, role in self.needed.items():
             if number not in numbers:
                 raise ValueError(f"it does not show the {role} message")
 
-        texts: list[str] = []
+        marked_texts: list[str] = []
         for backslashes, number in zip(escapes, numbers, strict=True):
             text = harmless(self.texts[number])
             # 1, 3, 7, ... backslashes: JSON, JSON in JSON, ...
             json_depth = (len(backslashes) + 1).bit_length() - 1
             for _ in range(json_depth):
                 text = json.dumps(text, ensure_ascii=False)[1:-1]
-            texts.append(text)
-        return pieces, texts, numbers
+            marked_texts.append(text)
+        return pieces, marked_texts, numbers
 
     def _spaced(self, text: str, role: str = "") -> str:
         """Replace all of `text`, except the white space around it, with a mark.
@@ -151,4 +151,4 @@ def stands_for(message: dict[str, Any], response: str, answer: dict[str, Any] | 
 
 def _functions(message: dict[str, Any]) -> Sequence[dict[str, Any]]:
     """Return the functions that a message calls, with their arguments."""
-    return [call["function"] for call in message.get("tool_calls", ())]
+    return [tool_call["function"] for tool_call in message.get("tool_calls", ())]

@@ -21,17 +21,17 @@ class TokenTexts:
 
     def of(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token. If several make up a character, the first one has it."""
-        texts: list[str] = []
+        token_texts: list[str] = []
         previous = -1
         for token in ids:
             text = self._by_pair.get((previous, token))
             if text is None:
                 text = self._text_after(previous, token)
                 self._by_pair[previous, token] = text
-            texts.append(text)
+            token_texts.append(text)
             previous = token
-        _join_characters(texts, ids, self._decode)
-        return texts
+        _join_characters(token_texts, ids, self._decode)
+        return token_texts
 
     def _text_after(self, previous: int, token: int) -> str:
         """Return the text of a token after another one; -1 if it is the first."""
@@ -47,15 +47,18 @@ def _join_characters(
     texts: list[str], ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> None:
     """Give each character that several tokens make up to the first of them."""
-    start = 0
-    while start < len(texts):
-        last = min(start + CHARACTER_TOKENS, len(texts))
-        joined_end = start + 1
-        if REPLACEMENT in texts[start]:
-            for end in range(start + 2, last + 1):
-                text = decode(ids[start:end])
+    token_start = 0
+    while token_start < len(texts):
+        last_end = min(token_start + CHARACTER_TOKENS, len(texts))
+        joined_end = token_start + 1
+        if REPLACEMENT in texts[token_start]:
+            for character_end in range(token_start + 2, last_end + 1):
+                text = decode(ids[token_start:character_end])
                 if REPLACEMENT not in text:
-                    texts[start:end] = [text, *[""] * (end - start - 1)]
-                    joined_end = end
+                    texts[token_start:character_end] = [
+                        text,
+                        *[""] * (character_end - token_start - 1),
+                    ]
+                    joined_end = character_end
                     break
-        start = joined_end
+        token_start = joined_end

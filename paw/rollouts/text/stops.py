@@ -23,9 +23,9 @@ class StopStrings:
 
     def __call__(self, ids: list[int]) -> bool:
         """Whether the last tokens contain one of the strings."""
-        longest = max(len(word) for word in self._stop)
+        longest = max(len(stop_string) for stop_string in self._stop)
         tail = self._chat.decode(ids[-longest - TAIL :])
-        return any(word in tail for word in self._stop)
+        return any(stop_string in tail for stop_string in self._stop)
 
     def first(self, ids: list[int]) -> tuple[int, str]:
         """Return (number of tokens up to the one that completes the first stop string, that
@@ -54,11 +54,11 @@ def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str]:
     >>> cut_at("go on<end> or <stop>", ["<stop>", "<end>"])
     ('go on', '<end>')
     """
-    matches = [(text.find(word), word) for word in stop if word in text]
+    matches = [(text.find(stop_string), stop_string) for stop_string in stop if stop_string in text]
     if not matches:
         return text, ""
-    position, word = min(matches)
-    return text[:position], word
+    position, stop_string = min(matches)
+    return text[:position], stop_string
 
 
 def text_before(text: str, stop_string: str) -> str:

@@ -69,8 +69,8 @@ class ChatTemplate:
     def render_turns(self, *contents: str, opens_answer: bool = True) -> str:
         """Return the text of a conversation with alternating turns, the user first."""
         messages: list[dict[str, Any]] = []
-        for index, content in enumerate(contents):
-            role = "user" if index % 2 == 0 else "assistant"
+        for turn_index, content in enumerate(contents):
+            role = "user" if turn_index % 2 == 0 else "assistant"
             messages.append({"role": role, "content": content})
         return self.render(messages, opens_answer=opens_answer)
 
@@ -80,11 +80,11 @@ class ChatTemplate:
         Texts that the template does not accept are missing.
         """
         user = {"role": "user", "content": USER}
-        texts: list[str] = []
+        rendered_texts: list[str] = []
         for messages in ([user], [user, Reply.of("", PROBE).message(), PROBE.answer(REPLY)]):
             with suppress(Exception):  # a template may raise any error
-                texts.append(self.render(messages, TOOLS))
-        return texts
+                rendered_texts.append(self.render(messages, TOOLS))
+        return rendered_texts
 
     def try_out(self) -> None:
         """Render conversations without and with tools, in a process with limits.
