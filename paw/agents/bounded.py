@@ -35,9 +35,9 @@ def bounded(client: type[Any]) -> type[Any]:
 
 async def _body_of(answer: Any) -> bytes:
     """Return the decompressed body of a streamed httpx response. Closes the response."""
-    parts: AsyncIterator[bytes] = answer.aiter_raw()
+    body_parts: AsyncIterator[bytes] = answer.aiter_raw()
     encoding = answer.headers.get("Content-Encoding", "")
     try:
-        return await read_body(parts, encoding=encoding, max_bytes=MAX_BYTES)
+        return await read_body(body_parts, encoding=encoding, max_bytes=MAX_BYTES)
     finally:
         await answer.aclose()

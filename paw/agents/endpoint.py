@@ -98,11 +98,11 @@ class Limiter:
     async def admit(self, tokens: int) -> None:
         """Wait until a request that is expected to take `tokens` tokens may be sent."""
         now = time.monotonic()
-        start = max(now, self._requests_free_at, self._tokens_free_at)
-        self._requests_free_at = start + self._request_s
-        self._tokens_free_at = start + tokens * self._token_s
-        if start > now:
-            await sleep(start - now)
+        starts_at = max(now, self._requests_free_at, self._tokens_free_at)
+        self._requests_free_at = starts_at + self._request_s
+        self._tokens_free_at = starts_at + tokens * self._token_s
+        if starts_at > now:
+            await sleep(starts_at - now)
 
     def settle(self, tokens: int) -> None:
         """Correct the count: a request took `tokens` more (or fewer) than it was admitted for."""
@@ -224,8 +224,8 @@ class Endpoint:
     ) -> ChatCompletion:
         """Send a request that the limiter has admitted for `expected_tokens` tokens."""
         most_tokens = TIMES_EXPECTED * expected_tokens + HIDDEN_TOKENS
-        call = self._client.chat.completions.with_raw_response.create(**request)
-        response = await asyncio.wait_for(call, self.config.timeout_s)
+        send_request = self._client.chat.completions.with_raw_response.create(**request)
+        response = await asyncio.wait_for(send_request, self.config.timeout_s)
         reply = _parsed(response.text, stop, most_tokens=most_tokens)
         self._limiter.settle(reply.prompt_tokens + reply.completion_tokens - expected_tokens)
         return reply
@@ -299,11 +299,11 @@ class Endpoint:
     def _refuse_key(self, error: Any) -> None:
         """Raise UserError if the server refused the key."""
         if error.status_code in (401, 403):
-            state = "is not set"
+            key_state = "is not set"
             if os.environ.get(self.config.key_env):
-                state = "holds a key that it does not accept"
+                key_state = "holds a key that it does not accept"
             raise UserError(
-                f"{self.url}: {error.status_code}, not allowed: {self.config.key_env} {state}"
+                f"{self.url}: {error.status_code}, not allowed: {self.config.key_env} {key_state}"
             ) from None
 
     async def _raise_mistake(self, error: Any, request: dict[str, Any]) -> None:
@@ -360,13 +360,13 @@ def _parsed(text: str, stop: Sequence[str], *, most_tokens: int) -> ChatCompleti
             stop_string = _removed_stop(content, stop, choice.get("stop_reason"))
 
         usage = body.get("usage") or {}
-        calls, problem = _calls(message.get("tool_calls") or [])
+        tool_calls, problem = _calls(message.get("tool_calls") or [])
         return ChatCompletion(
             text=content,
             prompt_tokens=_count(usage.get("prompt_tokens"), most_tokens),
             completion_tokens=_count(usage.get("completion_tokens"), most_tokens),
             stop=stop_string,
-            calls=calls,
+            calls=tool_calls,
             problem=problem,
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -397,7 +397,7 @@ def _count(value: Any, limit: int) -> int:
 
 def _calls(records: list[Any]) -> tuple[tuple[ToolCall, ...], str]:
     """Return (tool calls, what is wrong with them or "")."""
-    calls = []
+    tool_calls = []
     problem = ""
     for number, record in enumerate(records):
         function = record["function"]
@@ -412,17 +412,17 @@ def _calls(records: list[Any]) -> tuple[tuple[ToolCall, ...], str]:
         if not isinstance(arguments, dict):
             arguments = {}
             problem = f"the arguments of '{clean(function['name'], 60)}' are no JSON object"
-        calls.append(
+        tool_calls.append(
             ToolCall(str(function["name"]), arguments, str(record.get("id") or f"call{number:05}"))
         )
-    return tuple(calls), problem
+    return tuple(tool_calls), problem
 
 
 def _message_of(message: dict[str, Any]) -> dict[str, Any]:
     """Return a copy in the API's form, in which the arguments of calls are JSON text."""
     copy = _safe(message)
-    for call in copy.get("tool_calls", ()):
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    for tool_call in copy.get("tool_calls", ()):
+        tool_call["function"]["arguments"] = json.dumps(tool_call["function"]["arguments"])
     return copy
 
 
@@ -459,10 +459,10 @@ class EndpointModel(Model):
     async def _answer(
         self, turn: Turn, context: Context, continues: Response | None, stop: Stop, seed: int
     ) -> str:
-        message, start = message_and_prefix(context, continues)
+        message, prefix = message_and_prefix(context, continues)
         reply = await self.endpoint.complete(
             message,
-            start=start,
+            start=prefix,
             stop=stop,
             tools=self.tools,
             temperature=self.episode.temperature,

@@ -78,18 +78,18 @@ def household_example(game: Game) -> str:
     def play(action: str) -> None:
         lines.extend([f"> {action}", household.step(action)])
 
-    thing = game.goal.object.removesuffix("type")
+    goal_object = game.goal.object.removesuffix("type")
     target = game.goal.target.removesuffix("type")
     goal = _goal(game, target)
-    again = f", then do the same with a second {thing}" if game.kind == "two" else ""
-    think(f"To solve the task, I need to find and take a {thing}, then {goal}{again}.")
+    again = f", then do the same with a second {goal_object}" if game.kind == "two" else ""
+    think(f"To solve the task, I need to find and take a {goal_object}, then {goal}{again}.")
 
     detours = _detours(game, household)
     if detours:
-        first = detours[0].removeprefix("go to ")
+        first_detour = detours[0].removeprefix("go to ")
         think(
-            f"First I need to find a {thing}. "
-            f"I check one place after another, beginning with {first}."
+            f"First I need to find a {goal_object}. "
+            f"I check one place after another, beginning with {first_detour}."
         )
     for action in detours:
         play(action)
@@ -107,7 +107,9 @@ def household_example(game: Game) -> str:
         elif last_verb in REQUIRED_STATE:
             think(f"Now {held} is {REQUIRED_STATE[last_verb]}. Next, I need to put it in {target}.")
         elif last_verb == "move":
-            think(f"Now the first {thing} is in its place. Next, I need to find the second one.")
+            think(
+                f"Now the first {goal_object} is in its place. Next, I need to find the second one."
+            )
         if verb in ("take", "use"):
             think(f"Now I see {name}. Next, I need to {verb} it.")
         if verb == "take":
@@ -211,10 +213,10 @@ def expert_example(name: str) -> str:
     environment: Any = factory.make()
     observation = environment.reset(task)  # which also sets the environment's task
     lines = [opening(name, environment.task, observation)]
-    done = False
-    while not done:
+    has_ended = False
+    while not has_ended:
         outcome = environment.step(environment.oracle())
-        done = outcome.done
+        has_ended = outcome.done
         action = outcome.action
         if name == "search":
             action = action.replace("answer[", "Finish[", 1).replace("search[", "Search[", 1)

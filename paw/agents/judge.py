@@ -142,12 +142,12 @@ class Judge:
 
 def transcript(trajectory: Trajectory) -> str:
     """Return an episode as text: what the agent was first shown, its answers, and what followed."""
-    parts = [f"The agent was shown:\n{trajectory.turns[0].prompt}"]
+    paragraphs = [f"The agent was shown:\n{trajectory.turns[0].prompt}"]
     for turn in trajectory.turns:
-        parts.append(f"The agent answered:\n{turn.response}")
+        paragraphs.append(f"The agent answered:\n{turn.response}")
         if turn.observation:
-            parts.append(f"Then it was told:\n{turn.observation}")
-    return "\n\n".join(parts)
+            paragraphs.append(f"Then it was told:\n{turn.observation}")
+    return "\n\n".join(paragraphs)
 
 
 def score_of(answer: str, low: float, high: float) -> float | None:

@@ -160,11 +160,11 @@ class React:
 def _head(name: str, examples: Sequence[str], memory: str) -> str:
     """Return the prompt before the task: what to do, the line format, the examples, the memory."""
     sentences = [HEAD.get(name, OTHER), FORMAT, *EXAMPLES[min(len(examples), 3)]]
-    parts = [" ".join(sentences), *examples]
+    paragraphs = [" ".join(sentences), *examples]
     if memory:
-        parts.append(memory)
-    parts.append("Here is the task.\n")
-    return "\n".join(parts)
+        paragraphs.append(memory)
+    paragraphs.append("Here is the task.\n")
+    return "\n".join(paragraphs)
 
 
 class Reflexion(React):

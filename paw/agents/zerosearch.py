@@ -49,12 +49,12 @@ class Simulator:
 
         p_i = p_s + (b^(i/m) - 1) / (b - 1) (p_e - p_s)
         """
-        start = self.config.noise_start
-        end = self.config.noise_end
-        base = self.config.noise_base
+        noise_start = self.config.noise_start
+        noise_end = self.config.noise_end
+        noise_base = self.config.noise_base
         progress = min(1.0, (step or 0) / max(1, self.run.updates))
-        rise = (base**progress - 1) / (base - 1)
-        return start + rise * (end - start)
+        rise = (noise_base**progress - 1) / (noise_base - 1)
+        return noise_start + rise * (noise_end - noise_start)
 
     def search(self, query: str, topk: int, step: int | None = None) -> list[Hit]:
         """Return at most `topk` documents, which are useless with probability `share(step)`.

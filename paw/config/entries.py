@@ -73,14 +73,14 @@ class Entry(Section):
         keys = {key: field for key, field in cls.own_keys().items() if key not in cls.SECTIONS}
         for dotted, field, _ in fields(cls.SECTION, section):
             keys[dotted.removeprefix(f"{cls.SECTION}.")] = field
-        for name, base in cls.SECTIONS.items():
+        for name, section_base in cls.SECTIONS.items():
             inner = table.get(name)
-            plugin = inner.get(base.KEY) if isinstance(inner, dict) else None
-            for dotted, field, _ in fields(name, section_type(base, plugin)):
+            plugin = inner.get(section_base.KEY) if isinstance(inner, dict) else None
+            for dotted, field, _ in fields(name, section_type(section_base, plugin)):
                 keys[dotted] = field
-        for name, kind in cls.LISTS.items():
-            for label, inner in tables_by_label(kind, table.get(name)).items():
-                for key, field in kind.keys_of(inner).items():
+        for name, entry_kind in cls.LISTS.items():
+            for label, inner in tables_by_label(entry_kind, table.get(name)).items():
+                for key, field in entry_kind.keys_of(inner).items():
                     keys[f"{name}.{label}.{key}"] = field
         return keys
 
@@ -103,23 +103,25 @@ class Entry(Section):
             raise problem("list", f"it must be tables, [[{cls.LIST}]]", (cls.LIST,), tables)
         entries: list[Self] = []
         labels: set[str] = set()
-        for place, table in enumerate(tables):
-            entry = table if isinstance(table, cls) else cls._read(table, place)
-            if entry.label in labels:
+        for table_index, table in enumerate(tables):
+            read_entry = table if isinstance(table, cls) else cls._read(table, table_index)
+            if read_entry.label in labels:
                 reason = f"two of [[{cls.LIST}]] are called that; give one another label"
-                raise problem("label", reason, (cls.LIST, entry.label, "label"), entry.label)
-            labels.add(entry.label)
-            entries.append(entry)
+                raise problem(
+                    "label", reason, (cls.LIST, read_entry.label, "label"), read_entry.label
+                )
+            labels.add(read_entry.label)
+            entries.append(read_entry)
         return entries
 
     @classmethod
     def _read(cls, table: Any, place: int) -> Self:
         key = cls.base().KEY
-        where = (cls.LIST, str(place))
+        location = (cls.LIST, str(place))
         if not isinstance(table, dict):
-            raise problem("table", f"it must be a table, [[{cls.LIST}]]", where, table)
+            raise problem("table", f"it must be a table, [[{cls.LIST}]]", location, table)
         if key not in table:
-            raise problem("unnamed", f"its {key} is missing", where, table)
+            raise problem("unnamed", f"its {key} is missing", location, table)
 
         label = cls.label_of(table)
         if not re.fullmatch(LABEL, label) or re.fullmatch(RESERVED, label):
@@ -127,20 +129,20 @@ class Entry(Section):
                 "give it a label of at most 40 letters, digits, - and _, which is not 'all' or "
                 "'mean' and does not begin with the word low or high"
             )
-            raise problem("label", reason, (*where, "label"), label or table.get(key))
-        own = {name: value for name, value in table.items() if name in cls.own_keys()}
-        rest = {name: value for name, value in table.items() if name not in own}
-        where = (cls.LIST, label)
-        section = read_section(cls.base(), cls.SECTION, rest, where)
-        for name in own:
+            raise problem("label", reason, (*location, "label"), label or table.get(key))
+        own_values = {name: value for name, value in table.items() if name in cls.own_keys()}
+        other_values = {name: value for name, value in table.items() if name not in own_values}
+        location = (cls.LIST, label)
+        section = read_section(cls.base(), cls.SECTION, other_values, location)
+        for name in own_values:
             if name in cls.SECTIONS:
-                own[name] = cls._read_inner_section(name, own[name], where)
+                own_values[name] = cls._read_inner_section(name, own_values[name], location)
             elif name in cls.LISTS:
-                own[name] = cls._read_inner_list(name, own[name], where)
+                own_values[name] = cls._read_inner_list(name, own_values[name], location)
         try:
-            return cls.model_validate({**own, "label": label, "section": section})
+            return cls.model_validate({**own_values, "label": label, "section": section})
         except ValidationError as error:
-            raise located(error, where) from None
+            raise located(error, location) from None
 
     @classmethod
     def _read_inner_section(cls, name: str, value: Any, where: tuple[str, ...]) -> Any:
@@ -173,11 +175,11 @@ def read_section(
         reason = str(error).removeprefix(f"'{plugin}': ")
         raise problem("plugin", reason, (*where, base.KEY), plugin) from None
 
-    flat = flatten(table, f"{name}.")
-    for dotted, state in key_states({name: kind}, flat).items():
-        if state.needs and flat.get(dotted, state.field.default) != state.field.default:
+    dotted_values = flatten(table, f"{name}.")
+    for dotted, state in key_states({name: kind}, dotted_values).items():
+        if state.needs and dotted_values.get(dotted, state.field.default) != state.field.default:
             leaf = tuple(dotted.split(".")[1:])
-            raise problem("only", f"it needs {state.needs}", (*where, *leaf), flat[dotted])
+            raise problem("only", f"it needs {state.needs}", (*where, *leaf), dotted_values[dotted])
     try:
         return kind.model_validate(table)
     except ValidationError as error:
@@ -262,25 +264,28 @@ def with_key(
 
 def _set(table: dict[str, Any], dotted: str, value: Any) -> None:
     """Set a key of a table, in copies of the tables within it."""
-    *names, last = dotted.split(".")
+    *names, last_name = dotted.split(".")
     for name in names:
-        inner = table.get(name)
-        table[name] = dict(inner) if isinstance(inner, dict) else {}
+        inner_table = table.get(name)
+        table[name] = dict(inner_table) if isinstance(inner_table, dict) else {}
         table = table[name]
-    table[last] = value
+    table[last_name] = value
 
 
 def by_label(kind: type[Entry], tables: Any, prefix: str = "") -> dict[str, Any]:
     """Return the keys of a list's tables as {"envs.LABEL.key": value}, after `prefix`."""
     flat: dict[str, Any] = {}
     for label, table in tables_by_label(kind, tables).items():
-        place = f"{prefix}{kind.LIST}.{label}."
+        key_prefix = f"{prefix}{kind.LIST}.{label}."
         keys = {key: value for key, value in table.items() if key != "label"}
         for name in kind.SECTIONS:
-            inner = keys.pop(name, None)
-            if isinstance(inner, dict):
-                flat |= {f"{place}{name}.{key}": value for key, value in flatten(inner).items()}
+            inner_table = keys.pop(name, None)
+            if isinstance(inner_table, dict):
+                flat |= {
+                    f"{key_prefix}{name}.{key}": value
+                    for key, value in flatten(inner_table).items()
+                }
         for name, inner_kind in kind.LISTS.items():
-            flat |= by_label(inner_kind, keys.pop(name, None), place)
-        flat |= {f"{place}{key}": value for key, value in flatten(keys).items()}
+            flat |= by_label(inner_kind, keys.pop(name, None), key_prefix)
+        flat |= {f"{key_prefix}{key}": value for key, value in flatten(keys).items()}
     return flat

@@ -124,12 +124,14 @@ def hint(key: str, flat: Flat) -> str:
         if leaf in their_names.split():
             return f"; it is '{our_key}' here"
 
-    namesakes = [other for other in keys if other.rpartition(".")[2] == leaf]
+    namesakes = [other_key for other_key in keys if other_key.rpartition(".")[2] == leaf]
     if namesakes:
-        of_training = [other for other in namesakes if not other.startswith(COMMANDS_SECTIONS)]
+        of_training = [
+            other_key for other_key in namesakes if not other_key.startswith(COMMANDS_SECTIONS)
+        ]
         suggestion = nearest(key, of_training or namesakes, cutoff=0.0)
     else:
-        applying = [other for other, state in keys.items() if not state.needs]
+        applying = [other_key for other_key, state in keys.items() if not state.needs]
         suggestion = nearest(key, applying, cutoff=0.5)
     return f"; {suggestion}" if suggestion else ""
 
@@ -138,11 +140,11 @@ def _entry_hint(kind: type[Entry], entry_key: str, flat: Flat) -> str:
     """Return the hint for a key of an entry, from that for the key of a single plug-in."""
     label, _, leaf = entry_key.partition(".")
     prefix = f"{kind.LIST}.{label}."
-    inner = leaf.partition(".")[0]
-    if inner != leaf and inner in (*kind.SECTIONS, *kind.LISTS):
+    inner_key = leaf.partition(".")[0]
+    if inner_key != leaf and inner_key in (*kind.SECTIONS, *kind.LISTS):
         table = entry_of(kind, flat.get(kind.LIST), label)
-        text = hint(leaf, flatten({inner: table.get(inner)}))
-        return re.sub(rf"\b{inner}\.", f"{prefix}{inner}.", text)
+        text = hint(leaf, flatten({inner_key: table.get(inner_key)}))
+        return re.sub(rf"\b{inner_key}\.", f"{prefix}{inner_key}.", text)
     if nearest(leaf, kind.own_keys()):
         return f"; {nearest(f'{prefix}{leaf}', [f'{prefix}{key}' for key in kind.own_keys()])}"
     table = entry_of(kind, flat.get(kind.LIST), label)

@@ -65,14 +65,14 @@ class Key(NamedTuple):
 
 def flatten(tree: Mapping[str, Any] | Section, prefix: str = "") -> Flat:
     """Turn nested tables into dotted keys. An empty table is a value."""
-    flat: Flat = {}
+    flat_values: Flat = {}
     for name, value in dict(tree).items():
         key = f"{prefix}{name}"
-        inner: Flat = {}
+        inner_values: Flat = {}
         if isinstance(value, dict | Section) and key.count(".") < DEPTH - 1:
-            inner = flatten(value, f"{key}.")
-        flat |= inner or {key: value}
-    return flat
+            inner_values = flatten(value, f"{key}.")
+        flat_values |= inner_values or {key: value}
+    return flat_values
 
 
 def nested(flat: Flat) -> dict[str, Any]:
@@ -80,12 +80,12 @@ def nested(flat: Flat) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         *tables, leaf = key.split(".", DEPTH - 1)
-        table: Any = tree
+        inner_table: Any = tree
         for part in tables:
-            if isinstance(table, dict):
-                table = table.setdefault(part, {})
-        if isinstance(table, dict):
-            table[leaf] = value
+            if isinstance(inner_table, dict):
+                inner_table = inner_table.setdefault(part, {})
+        if isinstance(inner_table, dict):
+            inner_table[leaf] = value
     return tree
 
 
@@ -166,17 +166,17 @@ def _sections(config: type[Section] | Section, flat: Flat) -> dict[str, type[Sec
 def fields(prefix: str, section: type[Section]) -> Sequence[Row]:
     """Return the rows of a section and of the sections within it."""
     section_needs = [section.ONLY] if section.ONLY else []
-    rows: list[Row] = []
+    field_rows: list[Row] = []
     for name, field in section.model_fields.items():
         own_needs = [part for part in field.metadata if isinstance(part, Only)]
         needs = section_needs + own_needs
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Section):
             for key, inner_field, inner_needs in fields(f"{prefix}.{name}", inner):
-                rows.append((key, inner_field, needs + inner_needs))
+                field_rows.append((key, inner_field, needs + inner_needs))
         else:
-            rows.append((f"{prefix}.{name}", field, needs))
-    return rows
+            field_rows.append((f"{prefix}.{name}", field, needs))
+    return field_rows
 
 
 def built_in(base: Any) -> Iterable[str]:
@@ -195,13 +195,17 @@ def own_defaults(section: str, base: Any, name: str) -> list[Row]:
     defaults = {key: field.default for key, field, _ in fields(section, base)}
     del defaults[f"{section}.{base.KEY}"]
     return [
-        row
-        for row in fields(section, section_type(base, name))
-        if row[0] in defaults and row[1].default != defaults[row[0]]
+        field_row
+        for field_row in fields(section, section_type(base, name))
+        if field_row[0] in defaults and field_row[1].default != defaults[field_row[0]]
     ]
 
 
 def own_fields(section: str, base: Any, name: str) -> list[Row]:
     """Return the keys that a built-in plug-in adds to its section."""
     common = {key for key, _, _ in fields(section, base)}
-    return [row for row in fields(section, section_type(base, name)) if row[0] not in common]
+    return [
+        field_row
+        for field_row in fields(section, section_type(base, name))
+        if field_row[0] not in common
+    ]

@@ -323,9 +323,9 @@ def import_file(file: str, origin: str) -> ModuleType:
         raise UserError(
             f"{origin}: there is no file {path}; paths are relative to the current folder"
         )
-    state = (str(path), path.stat().st_mtime_ns, path.stat().st_size)
-    if state in _files:
-        return _files[state]
+    file_state = (str(path), path.stat().st_mtime_ns, path.stat().st_size)
+    if file_state in _files:
+        return _files[file_state]
 
     spec = importlib.util.spec_from_file_location(FILE_MODULE + path.stem, path)
     assert spec and spec.loader
@@ -342,7 +342,7 @@ def import_file(file: str, origin: str) -> ModuleType:
             if frame.filename == str(path):
                 location = f"{path}, line {frame.lineno}"
         raise UserError(f"{origin}: {location}: {describe(error)}") from error
-    _files[state] = module
+    _files[file_state] = module
     return module
 
 

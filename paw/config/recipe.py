@@ -74,14 +74,14 @@ def load(recipe: str | Path | Config, overrides: dict[str, Any] | None = None) -
         if not overrides:
             return recipe
         return override(as_set(recipe), overrides, origin="the configuration", origins={})
-    flat, origins = read_recipe(str(recipe))
-    return override(flat, overrides or {}, origin=str(recipe), origins=origins)
+    flat_values, origins = read_recipe(str(recipe))
+    return override(flat_values, overrides or {}, origin=str(recipe), origins=origins)
 
 
 def as_set(config: Config) -> Flat:
     """Return the keys that were set in a configuration, with their values."""
-    flat = flatten(config.model_dump(mode="json", exclude_unset=True, exclude_none=True))
-    return {key: value for key, value in flat.items() if not is_replaced(key, flat)}
+    flat_values = flatten(config.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+    return {key: value for key, value in flat_values.items() if not is_replaced(key, flat_values)}
 
 
 def is_replaced(key: str, flat: Flat) -> bool:
@@ -117,8 +117,10 @@ def override(
             layer[list_name] = _with_override(list_name, tables, entry_key, value)
             continue
 
-        table = key.rpartition(".")[0]
-        is_entry_of_dict = table in keys and get_origin(keys[table].field.annotation) is dict
+        table_name = key.rpartition(".")[0]
+        is_entry_of_dict = (
+            table_name in keys and get_origin(keys[table_name].field.annotation) is dict
+        )
         if key not in keys and not is_entry_of_dict:
             raise unknown_key(
                 key.rstrip("."), flat | named_overrides, origin="command line", dashes="--"
@@ -141,13 +143,13 @@ def override(
 
 def _with_override(list_name: str, tables: Any, key: str, value: Any) -> list[Any]:
     """Return a list's tables with a key of one entry changed, see `entries.with_key`."""
-    kind = ENTRIES[list_name]
+    entry_kind = ENTRIES[list_name]
     if isinstance(value, str):
-        table = entry_of(kind, tables, key.partition(".")[0])
+        entry_table = entry_of(entry_kind, tables, key.partition(".")[0])
         with suppress(UserError):  # reported when the entry is validated
-            field = kind.keys_of(table).get(key.partition(".")[2])
+            field = entry_kind.keys_of(entry_table).get(key.partition(".")[2])
             value = _parsed(value, field.annotation if field else None)
-    return with_key(kind, tables, key, value)
+    return with_key(entry_kind, tables, key, value)
 
 
 def named(value: Any) -> Any:
@@ -155,7 +157,7 @@ def named(value: Any) -> Any:
     if isinstance(value, list):
         return [named(item) for item in value]
     if isinstance(value, dict):
-        return {key: named(inner) for key, inner in value.items()}
+        return {key: named(inner_value) for key, inner_value in value.items()}
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, str | int | float | tuple | None):
@@ -187,9 +189,9 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
     command line rather than a recipe.
     """
     origins = origins or {}
-    flat = flatten(tree)
-    for key in flat:
-        if is_replaced(key, flat):
+    flat_values = flatten(tree)
+    for key in flat_values:
+        if is_replaced(key, flat_values):
             section = key.partition(".")[0]
             raise UserError(
                 f"{_origin_of(key, '', origins, default=origin)}: '{clean(key)}' is a key of "
@@ -197,7 +199,7 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
                 f"or leave [[{LISTED[section]}]] out"
             )
     try:
-        return Config.model_validate(nested(flat))
+        return Config.model_validate(nested(flat_values))
     except ValidationError as error:
         problems = error.errors()
 
@@ -208,7 +210,9 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
         raise unknown_key(key, flatten(tree), origin=_origin_of(key, "", origins, default=origin))
     if kind == "missing" and isinstance(location[-1], str):
         keys_below = (
-            other for other in keys_of(Config, flatten(tree)) if other.startswith(f"{key}.")
+            other_key
+            for other_key in keys_of(Config, flatten(tree))
+            if other_key.startswith(f"{key}.")
         )
         key = next(keys_below, key)
         raise UserError(f"{origin}: '{key}' is missing; set it in the recipe or with --{key} VALUE")
@@ -258,19 +262,21 @@ def dump(config: Config) -> str:
 def as_tree(config: Config) -> dict[str, Any]:
     """Return the keys that apply and are set, as nested dicts, without passwords in URLs."""
     plain = masked(config.model_dump(mode="json", exclude_none=True))
-    flat: Flat = {}
-    for key, state in known_keys(config).items():
+    flat_values: Flat = {}
+    for key, key_state in known_keys(config).items():
         value = get(plain, key)
         is_empty_list = key in LISTS and not value
-        if value is not None and not state.needs and not is_empty_list:
-            flat[key] = value
-    return nested(flat)
+        if value is not None and not key_state.needs and not is_empty_list:
+            flat_values[key] = value
+    return nested(flat_values)
 
 
 def check_passwords(config: Config) -> None:
     """Raise UserError if a URL has the password ***, which a run's files contain instead."""
     plain = config.model_dump(mode="json", exclude_none=True)
-    values = {key: get(plain, key) for key, state in known_keys(config).items() if not state.needs}
+    values = {
+        key: get(plain, key) for key, key_state in known_keys(config).items() if not key_state.needs
+    }
     for name, kind in ENTRIES.items():
         values.pop(name, None)
         values |= by_label(kind, plain[name])
@@ -344,8 +350,8 @@ def layered(flat: Flat, layer: Flat) -> Flat:
 
     remaining: Flat = {}
     for key, value in merged.items():
-        table = key.rpartition(".")[0]  # the key itself, if its value is a dict
-        if key in layer or not dropped & {key, table}:
+        table_name = key.rpartition(".")[0]  # the key itself, if its value is a dict
+        if key in layer or not dropped & {key, table_name}:
             remaining[key] = value
     return remaining
 
@@ -355,12 +361,12 @@ def read_recipe(recipe: str) -> tuple[Flat, dict[str, str]]:
 
     Its keys override those of its bases. `origins` maps each key to the recipe it comes from.
     """
-    flat: Flat = {}
+    flat_values: Flat = {}
     origins: dict[str, str] = {}
     for origin, layer in _lineage(recipe):
-        flat = layered(flat, layer)
+        flat_values = layered(flat_values, layer)
         origins |= dict.fromkeys(layer, origin)
-    return flat, origins
+    return flat_values, origins
 
 
 def _lineage(recipe: str) -> list[tuple[str, Flat]]:

@@ -621,13 +621,15 @@ class Config(Section):
         if not isinstance(tree, dict):
             return tree
         tree = _with_entries(tree)
-        flat = flatten(tree)
-        for key, state in keys_of(cls, flat).items():
-            default = state.field.default
-            if isinstance(state.needs, Unlisted):
+        flat_values = flatten(tree)
+        for key, key_state in keys_of(cls, flat_values).items():
+            default = key_state.field.default
+            if isinstance(key_state.needs, Unlisted):
                 continue  # `_with_entries` has made it
-            if state.needs and flat.get(key, default) != default:
-                raise problem("only", f"it needs {state.needs}", tuple(key.split(".")), flat[key])
+            if key_state.needs and flat_values.get(key, default) != default:
+                raise problem(
+                    "only", f"it needs {key_state.needs}", tuple(key.split(".")), flat_values[key]
+                )
         return tree
 
     @model_validator(mode="after")

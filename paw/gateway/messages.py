@@ -135,14 +135,19 @@ def text_of(content: Any) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+    if not isinstance(content, list) or not all(
+        isinstance(content_part, dict) for content_part in content
+    ):
         raise ValueError(f"content is {short_repr(content)}; it must be a text")
-    other_types = {str(part.get("type")) for part in content} - {"text", "refusal"}
+    other_types = {str(content_part.get("type")) for content_part in content} - {"text", "refusal"}
     if other_types:
         raise ValueError(
             f"content of type {', '.join(sorted(other_types))}; only text is supported"
         )
-    return "\n".join(str(part.get("text") or part.get("refusal") or "") for part in content)
+    return "\n".join(
+        str(content_part.get("text") or content_part.get("refusal") or "")
+        for content_part in content
+    )
 
 
 def _parse_messages(messages: Any) -> list[Message]:
@@ -168,9 +173,9 @@ def _parse_message(message: Any, names: dict[str, str]) -> Message:
         raise ValueError(f"the role is {short_repr(role)}; it must be one of {', '.join(ROLES)}")
     parsed: Message = {"role": ROLES[role], "content": text_of(message.get("content"))}
     if role == "assistant" and message.get("tool_calls"):
-        parsed["tool_calls"] = [_parse_call(call) for call in message["tool_calls"]]
-        for call in parsed["tool_calls"]:
-            names[call["id"]] = call["function"]["name"]
+        parsed["tool_calls"] = [_parse_call(tool_call) for tool_call in message["tool_calls"]]
+        for tool_call in parsed["tool_calls"]:
+            names[tool_call["id"]] = tool_call["function"]["name"]
     if role == "tool":
         call_id = str(message.get("tool_call_id") or "")
         parsed["tool_call_id"] = call_id
@@ -214,12 +219,12 @@ def _parse_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _parse_stop(stop: Any) -> list[str]:
-    words = [stop] if isinstance(stop, str) else list(stop or [])
-    if not all(isinstance(word, str) and word for word in words):
+    stop_strings = [stop] if isinstance(stop, str) else list(stop or [])
+    if not all(isinstance(stop_string, str) and stop_string for stop_string in stop_strings):
         raise RequestError(
             f"stop is {short_repr(stop)}; it must be a text or a list of texts", param="stop"
         )
-    return words
+    return stop_strings
 
 
 def _parse_max_tokens(body: dict[str, Any]) -> int | None:
@@ -248,7 +253,8 @@ def answer_message(text: str, calls: Sequence[ToolCall] = ()) -> Message:
         message["content"] = text
     if calls:
         message["tool_calls"] = [
-            call_message(call.id, call.name, to_json(call.arguments)) for call in calls
+            call_message(tool_call.id, tool_call.name, to_json(tool_call.arguments))
+            for tool_call in calls
         ]
     return message
 
@@ -287,9 +293,11 @@ def events(answer: ChatAnswer, model: str, *, with_usage: bool = False) -> str:
     """Return a chat completion as the server-sent events of a stream."""
     message = {key: value for key, value in answer.message.items() if key != "tool_calls"}
     deltas: list[dict[str, Any]] = [message]
-    calls = answer.message.get("tool_calls", [])
-    if calls:
-        numbered = [{"index": index, **call} for index, call in enumerate(calls)]
+    tool_calls = answer.message.get("tool_calls", [])
+    if tool_calls:
+        numbered = [
+            {"index": call_index, **tool_call} for call_index, tool_call in enumerate(tool_calls)
+        ]
         deltas.append({"tool_calls": numbered})
 
     chunk = {"id": _new_id(), "created": 0, "model": model, "object": "chat.completion.chunk"}

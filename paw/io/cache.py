@@ -25,8 +25,8 @@ def cache_dir() -> Path:
 def stamp(file: Path) -> str:
     """Name a file's current state, by a digest of its path, size and modification time."""
     status = file.stat()
-    state = f"{file.resolve()} {status.st_size} {status.st_mtime_ns}"
-    return hashlib.sha256(state.encode()).hexdigest()[:16]
+    file_state = f"{file.resolve()} {status.st_size} {status.st_mtime_ns}"
+    return hashlib.sha256(file_state.encode()).hexdigest()[:16]
 
 
 def ensure_cached(name: str, fill: Callable[[Path], object], *, home: Path | None = None) -> Path:

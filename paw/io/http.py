@@ -50,11 +50,11 @@ async def read_body(parts: AsyncIterator[bytes], *, encoding: str, max_bytes: in
     decompressor = zlib.decompressobj(GZIP_OR_ZLIB) if encoding.lower() in PACKED else None
     body = bytearray()
     try:
-        async for part in parts:
+        async for received in parts:
             if decompressor:
                 # A limit for each part: it may decompress to a thousand times its size.
-                part = decompressor.decompress(part, max_bytes + 1 - len(body))
-            body += part
+                received = decompressor.decompress(received, max_bytes + 1 - len(body))
+            body += received
             if len(body) > max_bytes:
                 raise BadAnswer(f"the answer has more than {max_bytes:,} bytes")
     except zlib.error as error:
@@ -161,8 +161,8 @@ class HttpClient:
                 encoding = answer.headers.get("Content-Encoding", "")
                 if encoding.lower() not in PLAIN:
                     raise BadAnswer(f"the answer's encoding is {encoding!r}")
-                parts = answer.content.iter_any()
-                yield _split_lines(parts, max_line=max_line, max_bytes=max_bytes)
+                chunks = answer.content.iter_any()
+                yield _split_lines(chunks, max_line=max_line, max_bytes=max_bytes)
             finally:
                 answer.close()
 

@@ -55,10 +55,10 @@ class Threads:
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Like `call`, for coroutines."""
-        call = self._submit(function, *args)
-        while remaining_s := self._remaining_s(call):
-            await asyncio.wait([asyncio.wrap_future(call)], timeout=remaining_s)
-        return self._result(call)
+        submitted = self._submit(function, *args)
+        while remaining_s := self._remaining_s(submitted):
+            await asyncio.wait([asyncio.wrap_future(submitted)], timeout=remaining_s)
+        return self._result(submitted)
 
     def close(self, *last: Callable[[], Any]) -> None:
         """Make the `last` calls, whatever they raise, then end the threads.

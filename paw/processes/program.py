@@ -71,14 +71,14 @@ async def run_program(
         elif not exited.done():
             problem = f"it did not end within {timeout_s:g} s"
         _kill(process.pid)
-        code = await exited
+        exit_code = await exited
         await asyncio.wait({output.ended, errors.ended}, timeout=END_S)
     finally:
         _kill(process.pid)
         output.close()
         errors.close()
-    if code and not problem:
-        problem = f"signal {-code}" if code < 0 else f"exit code {code}"
+    if exit_code and not problem:
+        problem = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
     return ProgramEnd(problem, last_line=output.last_line(), last_error=errors.last_line())
 
 
@@ -148,11 +148,11 @@ class OutputTail:
 
     def _read(self) -> None:
         try:
-            part = os.read(self._pipe.fileno(), READ_BYTES)
+            received = os.read(self._pipe.fileno(), READ_BYTES)
         except BlockingIOError:
             return
-        self._tail += part
+        self._tail += received
         del self._tail[:-TAIL]
-        self._budget.add(len(part))
-        if not part:
+        self._budget.add(len(received))
+        if not received:
             self.close()

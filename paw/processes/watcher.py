@@ -128,23 +128,23 @@ def interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 def ending(words: str) -> int | None:
     """Return the exit code in a process's messages; None if it has not announced its end."""
-    code = None
+    exit_code = None
     for line in words.splitlines():
         if line.startswith("end "):
-            code = int(line.removeprefix("end "))
-    return code
+            exit_code = int(line.removeprefix("end "))
+    return exit_code
 
 
 def read_words(descriptor: int) -> tuple[str, bool]:
     """Return (new messages of a process, whether it has closed its end of the pipe)."""
     os.set_blocking(descriptor, False)
-    words = b""
+    received = b""
     closed = False
     with suppress(BlockingIOError):
         while chunk := os.read(descriptor, 4096):
-            words += chunk
+            received += chunk
         closed = True
-    return words.decode(errors="replace"), closed
+    return received.decode(errors="replace"), closed
 
 
 def unanswered(name: str) -> str:
@@ -316,9 +316,9 @@ class _Watch:
     def _end(self, status: int) -> NoReturn:
         """End as the child did or should have. Prints a line unless the child ended in order."""
         what_is_kept = KEPT.get(self._command, "")
-        code = ending(self._said)
-        if code is not None:
-            os._exit(code)
+        exit_code = ending(self._said)
+        if exit_code is not None:
+            os._exit(exit_code)
         if self._killed:
             _print(f"paw: stopped at once by a second {self._last.name}{what_is_kept}")
             os._exit(128 + self._last)
@@ -332,9 +332,9 @@ class _Watch:
             elif self._stops:
                 _print(f"paw: stopped at once by a second {number.name}{what_is_kept}")
             _die_of(number)
-        code = os.waitstatus_to_exitcode(status)
-        _print(f"paw: {self._command} {VANISHED.format(code=code)}{what_is_kept}")
-        os._exit(code or 1)
+        exit_code = os.waitstatus_to_exitcode(status)
+        _print(f"paw: {self._command} {VANISHED.format(code=exit_code)}{what_is_kept}")
+        os._exit(exit_code or 1)
 
 
 def _pending(child: int) -> list[int]:
