@@ -223,12 +223,12 @@ def eval_tasks(factory: EnvFactory, split: str, count: int, seed: int) -> list[T
     if isinstance(factory, TaskChooser):
         return factory.eval_tasks(count, seed)
     with read_tasks(factory, split, seed) as tasks:
-        n = size(tasks)
-        if n is None:
+        task_count = size(tasks)
+        if task_count is None:
             return _read_all(tasks, range(count or ENDLESS_EVAL))
         rng = random.Random(seed)
-        indices: Sequence[int] = range(n)
-        if factory.distinct_eval and 0 < count < n:
+        indices: Sequence[int] = range(task_count)
+        if factory.distinct_eval and 0 < count < task_count:
             indices = rng.sample(indices, count)
         elif not factory.distinct_eval and count:
             indices = rng.choices(indices, k=count)
@@ -268,9 +268,9 @@ def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
         if type(tasks) in (list, tuple):  # reading these calls no code of the user
             yield tasks
             return
-        count = call("the number of tasks of env.name cannot be read", size, tasks)
+        task_count = call("the number of tasks of env.name cannot be read", size, tasks)
         read_task = functools.partial(call, UNREADABLE, operator.getitem, tasks)
-        yield Endless(read_task) if count is None else Sized(read_task, count)
+        yield Endless(read_task) if task_count is None else Sized(read_task, task_count)
     finally:
         threads.close()
 
@@ -298,10 +298,10 @@ def stream(factory: EnvFactory, split: str, start: int, count: int, seed: int) -
     An endless split keeps its own order, a finite one is `shuffled`.
     """
     with read_tasks(factory, split, seed) as tasks:
-        n = size(tasks)
+        task_count = size(tasks)
         indices: Iterable[int] = range(start, start + count)
-        if n is not None:
-            indices = [shuffled(seed, i, n) for i in indices]
+        if task_count is not None:
+            indices = [shuffled(seed, i, task_count) for i in indices]
         return _read_all(tasks, indices)
 
 

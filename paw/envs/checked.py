@@ -40,12 +40,12 @@ def checked(kind: type[T], value: Any, origin: str) -> T:
 
 def problem(error: ValidationError) -> str:
     """Describe the first problem: where it is, what was expected, and what is there instead."""
-    first = error.errors()[0]
-    location = "".join(f"{part}: " for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] in ("missing", "json_invalid"):
+    first_error = error.errors()[0]
+    location = "".join(f"{location_part}: " for location_part in first_error["loc"])
+    message = first_error["msg"].removeprefix("Value error, ")
+    if first_error["type"] in ("missing", "json_invalid"):
         return f"{location}{message}"
-    return f"{location}{message}, not {first['input']!r:.60}"
+    return f"{location}{message}, not {first_error['input']!r:.60}"
 
 
 def json_lines(path: Path, kind: type[T], origin: str) -> Iterator[tuple[int, T]]:

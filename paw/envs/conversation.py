@@ -57,7 +57,7 @@ class Conversation(ABC):
         if reply.problem:
             return self.refuse(reply)
         if reply.calls:
-            return self.answer(reply, [self.call(call) for call in reply.calls])
+            return self.answer(reply, [self.call(tool_call) for tool_call in reply.calls])
 
         text = reply.content.rpartition(THINKING[1])[2].strip()
         outcome = self.say(text)
@@ -78,8 +78,8 @@ class Conversation(ABC):
     def refuse(self, reply: Reply) -> Outcome:
         """Tell the model what is wrong with its reply. Nothing of the reply is played."""
         text = f"Invalid call: {reply.problem}."
-        calls = reply.calls or [unread(len(self.messages))]
-        self.messages += [call.answer(text) for call in calls]
+        tool_calls = reply.calls or [unread(len(self.messages))]
+        self.messages += [tool_call.answer(text) for tool_call in tool_calls]
         return Outcome(text, 0.0, done=False, won=False, action=_action(reply), valid=False)
 
     def answer(self, reply: Reply, results: Sequence[str | Outcome]) -> Outcome:
@@ -91,7 +91,9 @@ class Conversation(ABC):
             outcomes.append(result)
 
         texts = [outcome.observation for outcome in outcomes]
-        self.messages += [call.answer(text) for call, text in zip(reply.calls, texts, strict=True)]
+        self.messages += [
+            tool_call.answer(text) for tool_call, text in zip(reply.calls, texts, strict=True)
+        ]
         scores = [outcome.score for outcome in outcomes if outcome.score is not None]
         return Outcome(
             "\n".join(texts),

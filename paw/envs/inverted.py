@@ -139,8 +139,8 @@ class InvertedEnv:
             )
 
         self._request = answer
-        added = self._add_messages(reply, old_messages, answer.body["messages"])
-        texts = [message["content"] for message in added]
+        added_messages = self._add_messages(reply, old_messages, answer.body["messages"])
+        texts = [message["content"] for message in added_messages]
         return Outcome(
             observation="\n".join(texts),
             reward=0.0,
@@ -156,11 +156,11 @@ class InvertedEnv:
     ) -> list[Message]:
         """Update the conversation with a request's messages. Returns the messages that it adds."""
         length = len(old_messages)
-        added = [_plain(message) for message in new_messages[length + 1 :]]
-        is_continued = new_messages[:length] == old_messages and bool(added)
+        added_messages = [_plain(message) for message in new_messages[length + 1 :]]
+        is_continued = new_messages[:length] == old_messages and bool(added_messages)
         if is_continued and new_messages[length]["role"] == "assistant":
-            self._messages += [reply.message(), *added]
-            return added
+            self._messages += [reply.message(), *added_messages]
+            return added_messages
 
         # This is another conversation, or the same one rewritten.
         self._messages = [_plain(message) for message in new_messages]

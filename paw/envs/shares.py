@@ -79,12 +79,12 @@ class TaskShares:
 
     def _before(self, step: int, count: int) -> Position:
         positions = self._positions.setdefault(count, {0: self._start})
-        known = max((update for update in positions if update <= step), default=None)
-        if known is None:
-            known = 0
+        known_update = max((update for update in positions if update <= step), default=None)
+        if known_update is None:
+            known_update = 0
             positions[0] = self._start
-        position = positions[known]
-        for update in range(known, step):
+        position = positions[known_update]
+        for update in range(known_update, step):
             position = _advanced(position, self.of(update), count)
         if step not in positions:
             positions[step] = position
@@ -97,8 +97,8 @@ def in_millionths(shares: Mapping[str, float]) -> dict[str, int]:
     >>> in_millionths({"a": 1, "b": 2})
     {'a': 333333, 'b': 666667}
     """
-    total = sum(shares.values())
-    exact = {label: share / total * WHOLE for label, share in shares.items()}
+    share_sum = sum(shares.values())
+    exact = {label: share / share_sum * WHOLE for label, share in shares.items()}
     rounded = {label: int(value) for label, value in exact.items()}
     missing = WHOLE - sum(rounded.values())
     by_remainder = sorted(exact, key=lambda label: rounded[label] - exact[label])

@@ -62,11 +62,11 @@ class TaggedStyle:
         The letter case of <think> matters, that of <action> does not.
         """
         text = response.lower()
-        start = text.find("<action>")
-        end = text.find("</action>")
-        if start == -1 or end == -1:
+        tag_start = text.find("<action>")
+        tag_end = text.find("</action>")
+        if tag_start == -1 or tag_end == -1:
             return text[-self.unparsed :], False
-        action = text[start + len("<action>") : end].strip()
+        action = text[tag_start + len("<action>") : tag_end].strip()
         has_thought = "<think>" in response and "</think>" in response
         if self.think and not has_thought:
             return action, False

@@ -225,18 +225,18 @@ class Tau2Env:
         self._turns += 1
         text = f"Invalid action: {problem}."
         score = 0.0
-        done = False
+        has_ended = False
         if not problem:
-            text, score, done = self._play_valid(action)
+            text, score, has_ended = self._play_valid(action)
         self._conversation.append(f"assistant: {action}")
         self._conversation.append(text)
-        if not done and self._turns >= self.config.max_turns:
-            done = True
+        if not has_ended and self._turns >= self.config.max_turns:
+            has_ended = True
             self.close()
         return Outcome(
             text,
             reward=self.config.reward * score,
-            done=done,
+            done=has_ended,
             won=score >= 1.0,
             action=action,
             valid=not problem,
@@ -263,15 +263,15 @@ class Tau2Env:
 
         Raises EnvironmentFailure if the simulation broke.
         """
-        text, score, done, _, info = self._call(self._gym.step, action)
-        if done:
+        text, score, has_ended, _, info = self._call(self._gym.step, action)
+        if has_ended:
             self._gym = None
             run = json.loads(info["simulation_run"])
             if not run or run.get("termination_reason") in BROKEN:
                 raise EnvironmentFailure(
                     f"the simulation of tau2 broke: {run.get('termination_reason', 'error')}"
                 )
-        return text, float(score), done
+        return text, float(score), has_ended
 
     def _parse_action(self, response: str) -> tuple[str, str]:
         """Return (action, problem of the response or "").

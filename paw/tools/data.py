@@ -207,7 +207,7 @@ def _report_search(folder: Path, corpus: Path | None) -> None:
         path = data.find_file(folder, split)
         tasks = data.load(path)
         kinds = Counter(task.kind for task in tasks)
-        counts = ", ".join(f"{kind} {count:,}" for kind, count in kinds.items())
+        counts = ", ".join(f"{kind} {task_count:,}" for kind, task_count in kinds.items())
         print(f"{split:<6} {len(tasks):,} questions ({counts}), sha256 {data.digest(path)}")
 
     for name in CORPORA:

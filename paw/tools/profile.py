@@ -293,7 +293,7 @@ def _cpu_memory(run: Run) -> Iterator[MemoryUse]:
 
     It is added to the weights and the optimizer's state. The profiler slows down the pass.
     """
-    start = _bytes_held(run)
+    bytes_before = _bytes_held(run)
     profiler: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
     memory_use = MemoryUse()
     with profiler:
@@ -301,10 +301,10 @@ def _cpu_memory(run: Run) -> Iterator[MemoryUse]:
 
     events = sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [event.nbytes() if event.name() == "[memory]" else 0 for event in events]
-    bytes_held = start + np.cumsum([0, *changes])
+    bytes_held = bytes_before + np.cumsum([0, *changes])
     durations = np.diff([event.start_ns() for event in events])
     memory_use.peak = float(bytes_held.max())
-    memory_use.mean = float(start)
+    memory_use.mean = float(bytes_before)
     if durations.any():
         memory_use.mean = float(np.average(bytes_held[1:-1], weights=durations))
 
@@ -413,23 +413,27 @@ def table(records: list[Record]) -> Table:
     time_rows.append(("update, CPU s", ["update"], "cpu_seconds", ""))
     time_rows.append((f"{total_name}, CPU s", phases, "cpu_seconds", ""))
     for label, row_phases, key, paper in time_rows:
-        base, other = (pick(records, variant, row_phases, key) for variant in variants)
-        added = ""
-        if np.median(base) > 1e-3 and (base != other).any():
-            added = "{:+.1f} % [{:+.1f}, {:+.1f}]".format(*overhead(base, other))
-        printed.add_row(label, f"{np.median(base):.3f}", f"{np.median(other):.3f}", added, paper)
+        base_time, other_time = (pick(records, variant, row_phases, key) for variant in variants)
+        added_text = ""
+        if np.median(base_time) > 1e-3 and (base_time != other_time).any():
+            added_text = "{:+.1f} % [{:+.1f}, {:+.1f}]".format(*overhead(base_time, other_time))
+        printed.add_row(
+            label, f"{np.median(base_time):.3f}", f"{np.median(other_time):.3f}", added_text, paper
+        )
 
     peaks, means = zip(*(memory_gib(records, variant) for variant in variants), strict=True)
     tokens = [pick(records, variant, STAGES, "tokens")[0] for variant in variants]
     gradient_fracs = [pick(records, variant, STAGES, "gradient_frac")[0] for variant in variants]
-    for label, template, (base, other), paper in (
+    for label, template, (base_time, other_time), paper in (
         ("peak memory, GiB", "{:.4g}", peaks, "+2.4 %"),
         ("average memory, GiB", "{:.4g}", means, ""),
         ("tokens processed", "{:,.0f}", tokens, ""),
         ("head tokens with a gradient", "{:.3f}", gradient_fracs, ""),
     ):
-        added = f"{100 * other / base - 100:+.1f} %" if base else ""
-        printed.add_row(label, template.format(base), template.format(other), added, paper)
+        added_text = f"{100 * other_time / base_time - 100:+.1f} %" if base_time else ""
+        printed.add_row(
+            label, template.format(base_time), template.format(other_time), added_text, paper
+        )
     return printed
 
 

@@ -54,8 +54,8 @@ class Scene:
         Two games with the same goal in the same room have the same content.
         """
         contents: list[list[str]] = [[] for _ in self.receptacles]
-        for _, object_type, index in self.objects:
-            contents[index].append(object_type)
+        for _, object_type, object_index in self.objects:
+            contents[object_index].append(object_type)
 
         room = []
         for (_, receptacle_type, _), object_types in zip(self.receptacles, contents, strict=True):
@@ -93,8 +93,8 @@ def games(
                 f"it has {', '.join(level.kinds)}"
             )
 
-    for index in range(start, start + count):
-        scene = _draw_for_split(split, seed, index, level, kinds)
+    for game_index in range(start, start + count):
+        scene = _draw_for_split(split, seed, game_index, level, kinds)
         name = f"generated/{difficulty}/{scene.kind}/{scene.seed:012x}"
         game = Game(_problem(scene), f"Your task is to: {scene.sentence}.", name=name)
         game.walkthrough = solve(game)
@@ -138,11 +138,11 @@ def _draw(seed: int, difficulty: Difficulty, kinds: Sequence[str]) -> Scene:
     locations = [_location(cell, rng) for cell in cells]
     used_ids: set[str] = set()
     receptacles = []
-    for type_, location in zip(receptacle_types, locations, strict=False):
-        receptacles.append((_id(rng, type_, used_ids), type_, location))
+    for receptacle_type, location in zip(receptacle_types, locations, strict=False):
+        receptacles.append((_id(rng, receptacle_type, used_ids), receptacle_type, location))
     objects = []
-    for type_, index in placed:
-        objects.append((_id(rng, type_, used_ids), type_, index))
+    for receptacle_type, receptacle_index in placed:
+        objects.append((_id(rng, receptacle_type, used_ids), receptacle_type, receptacle_index))
     sentence = rng.choice(tables.SENTENCES[kind])
     return Scene(
         seed=seed,
@@ -339,15 +339,17 @@ def _problem(scene: Scene) -> str:
 
 def _declarations(scene: Scene) -> list[str]:
     """Return everything that the facts mention, with its type in the domain."""
-    object_types = {type_ for _, type_, _ in scene.objects}.union(_DOMAIN_OBJECTS)
-    receptacle_types = {type_ for _, type_, _ in scene.receptacles}.union(_DOMAIN_RECEPTACLES)
+    object_types = {thing_type for _, thing_type, _ in scene.objects}.union(_DOMAIN_OBJECTS)
+    receptacle_types = {thing_type for _, thing_type, _ in scene.receptacles}.union(
+        _DOMAIN_RECEPTACLES
+    )
     locations = {location for _, _, location in scene.receptacles} | {scene.start}
 
     declarations = ["agent1 - agent"]
-    declarations += [f"{type_}Type - otype" for type_ in sorted(object_types)]
-    declarations += [f"{type_}Type - rtype" for type_ in sorted(receptacle_types)]
-    declarations += [f"{id_} - object" for id_, _, _ in scene.objects]
-    declarations += [f"{id_} - receptacle" for id_, _, _ in scene.receptacles]
+    declarations += [f"{thing_type}Type - otype" for thing_type in sorted(object_types)]
+    declarations += [f"{thing_type}Type - rtype" for thing_type in sorted(receptacle_types)]
+    declarations += [f"{thing_id} - object" for thing_id, _, _ in scene.objects]
+    declarations += [f"{thing_id} - receptacle" for thing_id, _, _ in scene.receptacles]
     declarations += [f"{location} - location" for location in sorted(locations)]
     return declarations
 
@@ -355,27 +357,29 @@ def _declarations(scene: Scene) -> list[str]:
 def _facts(scene: Scene) -> list[str]:
     """Return the facts that hold at the start, without the parentheses of PDDL."""
     facts = []
-    for id_, type_, location in scene.receptacles:
-        facts.append(f"receptacleType {id_} {type_}Type")
-        facts.append(f"receptacleAtLocation {id_} {location}")
-        if type_ in tables.OPENABLE:
-            facts.append(f"openable {id_}")
+    for thing_id, thing_type, location in scene.receptacles:
+        facts.append(f"receptacleType {thing_id} {thing_type}Type")
+        facts.append(f"receptacleAtLocation {thing_id} {location}")
+        if thing_type in tables.OPENABLE:
+            facts.append(f"openable {thing_id}")
 
-    object_types = {type_ for _, type_, _ in scene.objects}
-    for receptacle_type in sorted({type_ for _, type_, _ in scene.receptacles}):
+    object_types = {thing_type for _, thing_type, _ in scene.objects}
+    for receptacle_type in sorted({thing_type for _, thing_type, _ in scene.receptacles}):
         for object_type in tables.HOLDS[receptacle_type]:
             if object_type in object_types:
                 facts.append(f"canContain {receptacle_type}Type {object_type}Type")
 
-    for id_, type_, index in scene.objects:
-        receptacle, _, location = scene.receptacles[index]
-        facts.append(f"objectType {id_} {type_}Type")
-        facts.append(f"toggleable {id_}" if type_ == tables.LAMP else f"pickupable {id_}")
+    for thing_id, thing_type, type_index in scene.objects:
+        receptacle, _, location = scene.receptacles[type_index]
+        facts.append(f"objectType {thing_id} {thing_type}Type")
+        facts.append(
+            f"toggleable {thing_id}" if thing_type == tables.LAMP else f"pickupable {thing_id}"
+        )
         for ability, able_types in tables.ABILITIES.items():
-            if type_ in able_types:
-                facts.append(f"{ability} {id_}")
-        facts.append(f"inReceptacle {id_} {receptacle}")
-        facts.append(f"objectAtLocation {id_} {location}")
+            if thing_type in able_types:
+                facts.append(f"{ability} {thing_id}")
+        facts.append(f"inReceptacle {thing_id} {receptacle}")
+        facts.append(f"objectAtLocation {thing_id} {location}")
 
     facts.append(f"atLocation agent1 {scene.start}")
     return facts
@@ -390,7 +394,7 @@ def write(game: Game, folder: str | Path) -> Path:
     scene = game.scene
     assert isinstance(scene, Scene), f"{game.name} was not generated"
     grammar = (_DATA / "alfred.twl2").read_text(encoding="utf-8")
-    data = {
+    contents = {
         "pddl_domain": (_DATA / "alfred.pddl").read_text(encoding="utf-8"),
         "grammar": grammar.replace("UNKNOWN GOAL", scene.sentence),
         "pddl_problem": _problem(scene),
@@ -419,5 +423,5 @@ def write(game: Game, folder: str | Path) -> Path:
     trial.mkdir(parents=True, exist_ok=True)
     (trial / "traj_data.json").write_text(json.dumps(trajectory), encoding="utf-8")
     path = trial / "game.tw-pddl"
-    path.write_text(json.dumps(data), encoding="utf-8")
+    path.write_text(json.dumps(contents), encoding="utf-8")
     return path

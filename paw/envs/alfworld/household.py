@@ -147,11 +147,13 @@ class Household:
                 for receptacle in game.at.get(self.location, ())
                 for lamp in self.contents[receptacle]
             )
-        state = REQUIRED_STATE.get(goal.kind)
+        required_state = REQUIRED_STATE.get(goal.kind)
         needed = 2 if goal.kind == "two" else 1
 
         def done(thing: str) -> bool:
-            return thing in game.candidates and (state is None or state in self.state_of(thing))
+            return thing in game.candidates and (
+                required_state is None or required_state in self.state_of(thing)
+            )
 
         return any(
             sum(map(done, self.contents.get(target, ()))) >= needed for target in game.targets
@@ -195,16 +197,16 @@ class Household:
                 message = f"You turn on the {names[thing]}."
                 actions[f"use {names[thing]}"] = (self._add, thing, "toggled", message)
 
-        held = self.held
-        if held is None:
+        held_object = self.held
+        if held_object is None:
             return actions
-        if not is_shut and self.can_hold(receptacle, held):
-            actions[f"move {names[held]} to {name}"] = (self._put, held, receptacle)
+        if not is_shut and self.can_hold(receptacle, held_object):
+            actions[f"move {names[held_object]} to {name}"] = (self._put, held_object, receptacle)
         for verb, tools in self.game.tools.items():
             is_tool = self.game.receptacle_type.get(receptacle) in tools
-            if is_tool and held in able[f"{verb}able"]:
-                command = f"{verb} {names[held]} with {name}"
-                actions[command] = (self._treat, held, receptacle, verb)
+            if is_tool and held_object in able[f"{verb}able"]:
+                command = f"{verb} {names[held_object]} with {name}"
+                actions[command] = (self._treat, held_object, receptacle, verb)
         return actions
 
     def _actions_with(self, held: str) -> dict[str, tuple]:
@@ -307,12 +309,14 @@ class Household:
         return f"You move the {self._name(thing)} to the {self._name(receptacle)}."
 
     def _treat(self, thing: str, receptacle: str, verb: str) -> str:
-        state = REQUIRED_STATE[verb]
+        new_state = REQUIRED_STATE[verb]
         self.states[thing] = self.state_of(thing) - {"hot": {"cool"}, "cool": {"hot"}}.get(
-            state, set()
+            new_state, set()
         )
         return self._add(
-            thing, state, f"You {verb} the {self._name(thing)} using the {self._name(receptacle)}."
+            thing,
+            new_state,
+            f"You {verb} the {self._name(thing)} using the {self._name(receptacle)}.",
         )
 
     def _add(self, thing: str, state: str, said: str) -> str:

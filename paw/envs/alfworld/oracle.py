@@ -17,20 +17,28 @@ def oracle(household: Household) -> str:
     next choice, and the plan cannot loop.
     """
     game = household.game
-    held = household.held
+    held_object = household.held
     if household.won:
         return "look"
-    if held is None:
+    if held_object is None:
         return _fetch(household)
-    if held not in game.candidates:  # it is useless, so put it down
-        holders = [place for place in game.location if household.can_hold(place, held)]
+    if held_object not in game.candidates:  # it is useless, so put it down
+        holders = [
+            receptacle
+            for receptacle in game.location
+            if household.can_hold(receptacle, held_object)
+        ]
         return _move_to_nearest(household, holders)
     if game.kind == "look":
         return _use_lamp(household)
-    if game.kind in REQUIRED_STATE and REQUIRED_STATE[game.kind] not in household.state_of(held):
-        return _treat(household, held)
+    if game.kind in REQUIRED_STATE and REQUIRED_STATE[game.kind] not in household.state_of(
+        held_object
+    ):
+        return _treat(household, held_object)
 
-    targets = [place for place in game.targets if household.can_hold(place, held)]
+    targets = [
+        receptacle for receptacle in game.targets if household.can_hold(receptacle, held_object)
+    ]
     if game.kind == "two" and targets:
         targets = [_fullest(household)]
     return _move_to_nearest(household, targets)

@@ -137,15 +137,17 @@ class Game:
         suitable = self.able.get(f"{self.goal.kind}able", self.object_type.keys())
         return frozenset(
             object_id
-            for object_id, type_ in self.object_type.items()
-            if type_ == self.goal.object and object_id in suitable
+            for object_id, object_type in self.object_type.items()
+            if object_type == self.goal.object and object_id in suitable
         )
 
     @cached_property
     def targets(self) -> list[str]:
         """Receptacles of the goal's type, sorted; for "look", the lamps."""
         types = self.object_type if self.goal.kind == "look" else self.receptacle_type
-        return sorted(id_ for id_, type_ in types.items() if type_ == self.goal.target)
+        return sorted(
+            thing_id for thing_id, thing_type in types.items() if thing_type == self.goal.target
+        )
 
     @property
     def kind(self) -> str:
@@ -158,9 +160,9 @@ class Game:
         Raises UserError if that fails, or if its goal or grammar is not one of ALFWorld's.
         """
         with reading(f"game file {path}"):
-            data = Path(path).read_bytes()
+            file_bytes = Path(path).read_bytes()
         try:
-            file = checked(GameFile, data, f"game file {path}")
+            file = checked(GameFile, file_bytes, f"game file {path}")
         except UserError as error:
             raise UserError(f"{error}; download the games again") from None
         task = _TASK.search(file.grammar)
@@ -268,27 +270,29 @@ def _names(facts: _Facts) -> dict[str, str]:
     The ids of a type are numbered in descending order, so the last one is number 1. Ids without
     "_bar_" (types, the agent) get no number, but keep the space before it.
     """
-    ids = set()
+    all_ids = set()
     for predicate, arguments in facts.arguments.items():
         # No engine counts the ids of distances. All the many facts of "cancontain" are about types.
         if predicate not in ("distance", "cancontain"):
-            ids.update(*arguments)
+            all_ids.update(*arguments)
 
     types: dict[str, str | None] = {}
-    for id_ in sorted(ids):
-        head, bar, _ = id_.partition("_bar_")
+    for thing_id in sorted(all_ids):
+        head, bar, _ = thing_id.partition("_bar_")
         if not bar:
-            types[id_] = None
-        elif "basin" in id_:
-            types[id_] = f"{head}basin"
+            types[thing_id] = None
+        elif "basin" in thing_id:
+            types[thing_id] = f"{head}basin"
         else:
-            types[id_] = head
+            types[thing_id] = head
 
     remaining = Counter(types.values())
     names = {}
-    for id_, type_ in types.items():
-        names[id_] = f"{id_} " if type_ is None else f"{type_} {remaining[type_]}"
-        remaining[type_] -= 1
+    for thing_id, thing_type in types.items():
+        names[thing_id] = (
+            f"{thing_id} " if thing_type is None else f"{thing_type} {remaining[thing_type]}"
+        )
+        remaining[thing_type] -= 1
     return names
 
 

@@ -71,7 +71,10 @@ class Difficulty:
 def _room(name: str) -> Room:
     table = _TABLES["rooms"][name]
     return Room(
-        receptacles={type_: (low, high) for type_, (low, high) in table["receptacles"].items()},
+        receptacles={
+            receptacle_type: (low, high)
+            for receptacle_type, (low, high) in table["receptacles"].items()
+        },
         objects=tuple(table["objects"].split()),
         kinds=tuple(table["kinds"].split()),
         scenes=table["scenes"],

@@ -165,23 +165,23 @@ class OpenenvFactory(EnvFactory):
         if not self._server.splits:
             return seeds(split, seed)
 
-        count = self._server.splits[split]
+        task_count = self._server.splits[split]
 
         def task(i: int) -> Task:
             name = f"{split}/{seed}/{i}"
-            index = i
-            if count is not None and count > MOST_TASKS:
-                index = random.Random(name).randrange(count)
-            return Task(name, payload={"split": split, "index": index, "seed": seed})
+            task_index = i
+            if task_count is not None and task_count > MOST_TASKS:
+                task_index = random.Random(name).randrange(task_count)
+            return Task(name, payload={"split": split, "index": task_index, "seed": seed})
 
-        if count is None or count > MOST_TASKS:
+        if task_count is None or task_count > MOST_TASKS:
             return Endless(task)
-        if count < 1:
+        if task_count < 1:
             raise UserError(
-                f"env.url: {self._first_url} says that its split '{split}' has {clean(count, 40)} "
-                "tasks; name another (env.train_split, env.eval_split)"
+                f"env.url: {self._first_url} says that its split '{split}' has "
+                f"{clean(task_count, 40)} tasks; name another (env.train_split, env.eval_split)"
             )
-        return Sized(task, count)
+        return Sized(task, task_count)
 
     def make(self) -> "OpenenvEnv":
         return OpenenvEnv(self.config, self, next(self._urls))
@@ -441,13 +441,13 @@ class OpenenvEnv(Conversation):
     def _raise_error(self, kind: str, answer: ServerMessage) -> NoReturn:
         """Raise what `_ask` documents for an answer that is an error."""
         reason = clean(answer.data.get("message", answer.type))
-        code = answer.data.get("code")
-        if code == "CAPACITY_REACHED":
+        error_code = answer.data.get("code")
+        if error_code == "CAPACITY_REACHED":
             raise ServerFull(f"{self._url}/ws: {reason}")
-        if code == "VALIDATION_ERROR" and kind == "step":
+        if error_code == "VALIDATION_ERROR" and kind == "step":
             problems = [error.get("msg") for error in answer.data.get("errors", ())]
             raise ValueError(clean(problems or reason))
-        self._fail(f"{kind}: {reason} ({clean(code)})")
+        self._fail(f"{kind}: {reason} ({clean(error_code)})")
 
     def _fail(self, reason: str) -> NoReturn:
         self.close()
@@ -467,9 +467,13 @@ def _tool_result(fields: JsonObject) -> str:
     """Return a tool's error or result as text. If it has content, the texts of the content."""
     result = fields.get("error") or fields.get("result")
     content = result.get("content") if isinstance(result, dict) else None
-    parts = [part for part in content or () if isinstance(part, dict)]
-    if parts:
-        return "\n".join(str(part.get("text", part)) for part in parts)
+    content_parts = [
+        content_part for content_part in content or () if isinstance(content_part, dict)
+    ]
+    if content_parts:
+        return "\n".join(
+            str(content_part.get("text", content_part)) for content_part in content_parts
+        )
     return _as_text(result)
 
 

@@ -133,18 +133,18 @@ class QuestionSet:
             if path.is_file():
                 if path.suffix not in READERS:
                     raise UserError(f"{self._origin}: the file must be one of {', '.join(READERS)}")
-                data = datasets.load_dataset(READERS[path.suffix], data_files=str(path))
+                dataset = datasets.load_dataset(READERS[path.suffix], data_files=str(path))
             elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-                data = datasets.load_from_disk(path)
+                dataset = datasets.load_from_disk(path)
             elif path.is_dir():
-                data = datasets.load_dataset(str(path))
+                dataset = datasets.load_dataset(str(path))
             elif path.suffix in READERS or name.startswith(("/", ".", "~")):
                 raise UserError(f"{self._origin}: there is no such file or folder")
             else:
                 offline_reason = unreachable()
                 if offline_reason:
                     datasets.config.HF_HUB_OFFLINE = True  # read the cache without retries
-                data = datasets.load_dataset(name, self._config.subset)
+                dataset = datasets.load_dataset(name, self._config.subset)
         except UserError:
             raise
         except ConnectionError:
@@ -154,7 +154,7 @@ class QuestionSet:
             ) from None
         except Exception as error:  # each reader raises its own exceptions
             raise UserError(f"{self._origin}: {describe(error.__cause__ or error)}") from None
-        splits: Any = data if isinstance(data, dict) else {"train": data}
+        splits: Any = dataset if isinstance(dataset, dict) else {"train": dataset}
         return splits
 
     def _tasks(self, split: str, rows: "Dataset", indices: Sequence[int]) -> Sized:

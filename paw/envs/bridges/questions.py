@@ -225,17 +225,19 @@ class QuestionsFactory(EnvFactory):
     def _check(self, row: Row) -> None:
         """Raise ValueError if a row cannot be asked, or its right answers cannot be compared."""
         messages(row, self.config)
-        for right in answers(row, self.config):
+        for right_answer in answers(row, self.config):
             if self.config.score == "regex":
-                check_pattern(right)
+                check_pattern(right_answer)
             elif self._users_score is None:
-                SCORES[self.config.score]("", right)
+                SCORES[self.config.score]("", right_answer)
 
     def _judge(self, answer: str, row: Row) -> tuple[float, str]:
         """Return (score from 0 to 1, feedback or "")."""
         if self._users_score is None:
             compare = SCORES[self.config.score]
-            is_right = any(compare(answer, right) for right in answers(row, self.config))
+            is_right = any(
+                compare(answer, right_answer) for right_answer in answers(row, self.config)
+            )
             return float(is_right), ""
 
         returned = self._users_score(answer, row)
@@ -301,18 +303,18 @@ class QuestionsEnv:
         else:
             score, feedback = self._judge(answer, self._row)
         won = score >= 1
-        done = won or self._tries >= self.config.max_turns
+        has_ended = won or self._tries >= self.config.max_turns
         if not feedback:
             feedback = "That is right." if won else "That is wrong."
-        if not done:
+        if not has_ended:
             feedback = f"{feedback} Try again."
 
         self._messages.append({"role": "assistant", "content": response})
         self._messages.append({"role": "user", "content": feedback})
         return Outcome(
             feedback,
-            reward=self.config.reward * score if done else 0.0,
-            done=done,
+            reward=self.config.reward * score if has_ended else 0.0,
+            done=has_ended,
             won=won,
             action=answer or "",
             valid=answer is not None,
@@ -347,12 +349,12 @@ def find_answer(response: str, form: str) -> str | None:
         return response.strip() or None
 
     if tail.startswith("\\}"):
-        inner = BRACES
+        inner_pattern = BRACES
     elif tail:
-        inner = f"(?:(?!{head or '(?!)'}).)*?"  # does not begin another answer
+        inner_pattern = f"(?:(?!{head or '(?!)'}).)*?"  # does not begin another answer
     else:
-        inner = "[^\n]+"  # to the end of the line
-    matches = re.findall(f"{head}({inner}){tail}", response, re.DOTALL)
+        inner_pattern = "[^\n]+"  # to the end of the line
+    matches = re.findall(f"{head}({inner_pattern}){tail}", response, re.DOTALL)
     if not matches:
         return None
     return matches[-1].strip() or None

@@ -162,18 +162,18 @@ class VerifiersFactory(EnvFactory):
         Raises UserError if the key of a model other than the trained one is missing.
         """
         package = self.config.id
-        data = copy.deepcopy(self.config.args)
-        data["taskset"] = {**data.get("taskset", {}), "id": package}
+        arguments = copy.deepcopy(self.config.args)
+        arguments["taskset"] = {**arguments.get("taskset", {}), "id": package}
         if self._has_splits:
-            data["taskset"]["split"] = split
+            arguments["taskset"]["split"] = split
 
-        config_type = vf.env_config_type(package, data.get("id", ""))
+        config_type = vf.env_config_type(package, arguments.get("id", ""))
         agents: list[str] = []
         for key, field in config_type.model_fields.items():
             if isinstance(field.default, vf.AgentConfig):
                 agents.append(key)
-                data[key] = self._agent_settings(field.default, data.get(key, {}))
-        resolved = vf.resolve_env_config(data)
+                arguments[key] = self._agent_settings(field.default, arguments.get(key, {}))
+        resolved = vf.resolve_env_config(arguments)
 
         clients = [getattr(resolved, key).client for key in agents]
         for client in [*filter(None, clients), *resolved.taskset.task.judges]:
@@ -270,16 +270,16 @@ class Chat(vf.Harness[vf.HarnessConfig]):
                     completion = await answer.json()
                 message = completion["choices"][0]["message"]
                 messages.append(message)
-                calls = message.get("tool_calls") or []
-                if not calls:
+                tool_calls = message.get("tool_calls") or []
+                if not tool_calls:
                     return vf.ProgramResult(0, "", "")
-                for call in calls:
-                    text = await _result_of_call(call["function"], connections, server_of_tool)
+                for tool_call in tool_calls:
+                    text = await _result_of_call(tool_call["function"], connections, server_of_tool)
                     messages.append(
                         {
                             "role": "tool",
-                            "tool_call_id": call["id"],
-                            "name": call["function"]["name"],
+                            "tool_call_id": tool_call["id"],
+                            "name": tool_call["function"]["name"],
                             "content": text,
                         }
                     )

@@ -94,16 +94,18 @@ def load(path: Path) -> list[Task]:
         raise UserError(f"env.data: {path} is neither {' nor '.join(SUFFIXES)}; {FIX}")
     with reading(f"env.data: {path}"):
         if path.suffix == ".parquet":
-            rows = list(_parquet(path))
+            question_rows = list(_parquet(path))
         else:
-            rows = [row for _, row in json_lines(path, Row, f"env.data: {path}")]
-    if not rows:
+            question_rows = [
+                question_row for _, question_row in json_lines(path, Row, f"env.data: {path}")
+            ]
+    if not question_rows:
         raise UserError(f"env.data: {path} contains no questions; {FIX}")
 
     tasks = []
-    for i, row in enumerate(rows):
-        question = Question(row.question.strip(), tuple(row.golden_answers))
-        kind = short_name(row.data_source or "") or path.stem
+    for i, question_row in enumerate(question_rows):
+        question = Question(question_row.question.strip(), tuple(question_row.golden_answers))
+        kind = short_name(question_row.data_source or "") or path.stem
         tasks.append(Task(f"{path.stem}/{i}", kind, question))
     return tasks
 

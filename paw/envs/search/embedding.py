@@ -96,8 +96,8 @@ class Embedding:
         # Texts of similar length share a batch, so there is little padding.
         order = sorted(range(len(texts)), key=lambda i: (len(texts[i]), texts[i]))
         batches = []
-        for start in range(0, len(order), BATCH):
-            batch = [texts[i] for i in order[start : start + BATCH]]
+        for batch_start in range(0, len(order), BATCH):
+            batch = [texts[i] for i in order[batch_start : batch_start + BATCH]]
             batches.append(self._encode(batch))
         inverse_order = torch.tensor(order).argsort()
         return torch.cat(batches)[inverse_order]

@@ -66,19 +66,21 @@ class World:
     def __init__(self, entities: int, *, numbered: bool = False, seed: int = 0) -> None:
         self._rng = random.Random(f"world/{seed}/{entities}")
         self._numbered = numbered
-        kinds = []
+        entity_kinds = []
         for kind, share in SHARES.items():
-            kinds += [kind] * int(entities * share)
-        kinds += ["person"] * (entities - len(kinds))
-        words = self._words()
-        first_names = [next(words) for _ in range(40)]
-        self.entities = [self._name(i, kind, words, first_names) for i, kind in enumerate(kinds)]
+            entity_kinds += [kind] * int(entities * share)
+        entity_kinds += ["person"] * (entities - len(entity_kinds))
+        made_words = self._words()
+        first_names = [next(made_words) for _ in range(40)]
+        self.entities = [
+            self._name(i, kind, made_words, first_names) for i, kind in enumerate(entity_kinds)
+        ]
         by_kind: dict[str, list[int]] = {}
-        for i, kind in enumerate(kinds):
+        for i, kind in enumerate(entity_kinds):
             by_kind.setdefault(kind, []).append(i)
         self.facts: list[list[int]] = []
         """Objects of each entity, in the order of RELATIONS for its kind."""
-        for kind in kinds:
+        for kind in entity_kinds:
             objects = [self._rng.choice(by_kind[relation.object]) for relation in RELATIONS[kind]]
             self.facts.append(objects)
         self.documents = [(str(i), self._document(i)) for i in range(entities)]
@@ -168,8 +170,8 @@ def split(worlds: Sequence[World]) -> dict[str, list[tuple[str, Question]]]:
     pieces = by_world if len(worlds) > 1 else [[question] for question in by_world[0]]
     ends = [round(len(pieces) * share) for share in itertools.accumulate(SPLITS.values())]
     splits = {}
-    for name, start, end in zip(SPLITS, [0, *ends[:-1]], ends, strict=True):
-        splits[name] = list(itertools.chain(*pieces[start:end]))
+    for name, split_start, split_end in zip(SPLITS, [0, *ends[:-1]], ends, strict=True):
+        splits[name] = list(itertools.chain(*pieces[split_start:split_end]))
     return splits
 
 

@@ -79,12 +79,12 @@ class TerminalEnv:
         EnvironmentFailure if the sandbox broke.
         """
         command, valid = self.style.parse_command(response)
-        done = command == EXIT
+        has_ended = command == EXIT
         lost = False
         observation = ""
         if not command:
             observation = "[no command]"
-        elif not done:
+        elif not has_ended:
             result = self._run(command, self.config.command_timeout_s)
             observation = shown(result, self.config.output_chars)
             if result.stopped:
@@ -92,12 +92,12 @@ class TerminalEnv:
 
         self._past.append((self._text, command))
         self._text = observation
-        done = done or lost or len(self._past) >= self.config.max_turns
-        score = self._score() if done and not lost else 0.0
+        has_ended = has_ended or lost or len(self._past) >= self.config.max_turns
+        score = self._score() if has_ended and not lost else 0.0
         return Outcome(
             observation=observation,
             reward=self.config.reward * score,
-            done=done,
+            done=has_ended,
             won=score == 1.0,
             action=command,
             valid=valid,
@@ -255,7 +255,10 @@ class TerminalEnv:
             reward_folder = shlex.quote(str(PurePosixPath(task.check.reward_file).parent))
             self._run(f"rm -rf {reward_folder}; mkdir -p {reward_folder}", seconds)
         self._is_new = True
-        exports = [f"export {shlex.quote(f'{k}={v}')}" for k, v in task.variables.items()]
+        exports = [
+            f"export {shlex.quote(f'{variable}={setting}')}"
+            for variable, setting in task.variables.items()
+        ]
         enter = f"cd {shlex.quote(task.workdir)}"
         result = self._run("\n".join([*exports, f"{enter} && {task.check.command}"]), seconds)
         if not task.check.reward_file:

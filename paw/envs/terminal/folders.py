@@ -213,11 +213,11 @@ class _Dockerfile:
         return False
 
     def _set_variables(self, rest: str) -> bool:
-        words = shlex.split(rest)
-        if words and "=" not in words[0]:  # the old form: ENV name value
-            words = ["=".join(rest.split(maxsplit=1))]
-        for word in words:
-            name, _, value = word.partition("=")
+        assignments = shlex.split(rest)
+        if assignments and "=" not in assignments[0]:  # the old form: ENV name value
+            assignments = ["=".join(rest.split(maxsplit=1))]
+        for assignment in assignments:
+            name, _, value = assignment.partition("=")
             if "$" in value:
                 return False
             self.variables[name] = value

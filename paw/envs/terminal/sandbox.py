@@ -139,22 +139,22 @@ class Folder:
 
     def is_within(self, limits: Limits) -> bool:
         """Whether the files are few and small enough."""
-        left = limits.disk_mib << 20
-        count = 0
+        bytes_left = limits.disk_mib << 20
+        entry_count = 0
         folders = [str(self.root)]
         while folders:
             try:
                 entries = list(os.scandir(folders.pop()))
             except OSError:
                 continue  # unreadable, or deleted meanwhile
-            count += len(entries)
+            entry_count += len(entries)
             for entry in entries:
                 with suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
-                    left -= status.st_blocks * 512
+                    bytes_left -= status.st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
-            if left < 0 or count > FILES_MAX:
+            if bytes_left < 0 or entry_count > FILES_MAX:
                 return False
         return True
 
@@ -299,10 +299,14 @@ class Shell:
                     raise self._ended(bytes(output))
                 searched = max(0, len(output) - len(marker) - 8)
                 output += chunk
-                start = output.find(marker, searched)
-                if start >= 0 and output.endswith(b"\0") and len(output) > start + len(marker):
-                    status = int(output[start + len(marker) : -1])
-                    return Result(bytes(output[:start]), status, self._excess_of_files())
+                marker_start = output.find(marker, searched)
+                if (
+                    marker_start >= 0
+                    and output.endswith(b"\0")
+                    and len(output) > marker_start + len(marker)
+                ):
+                    status = int(output[marker_start + len(marker) : -1])
+                    return Result(bytes(output[:marker_start]), status, self._excess_of_files())
 
             now = time.monotonic()
             stopped = ""
@@ -341,26 +345,26 @@ def _spawner() -> ThreadPoolExecutor:
 
 def memory_of(pid: int) -> int:
     """Return the memory in bytes that a process and its descendants hold, without shared files."""
-    total = 0
+    resident_bytes = 0
     pids = [pid]
     while pids:
         process = Path(f"/proc/{pids.pop()}")
         try:
             for line in (process / "status").read_text(encoding="utf-8").splitlines():
                 if line.startswith(("RssAnon:", "RssShmem:")):
-                    total += int(line.split()[1]) * 1024
+                    resident_bytes += int(line.split()[1]) * 1024
             for thread in (process / "task").iterdir():
                 pids += map(int, (thread / "children").read_text(encoding="ascii").split())
         except (OSError, ValueError):
             continue  # it has just ended
-    return total
+    return resident_bytes
 
 
 def _await_end(descriptor: int) -> None:
     """Wait until nothing can write to a pipe any more: until all processes that could are gone."""
     deadline = time.monotonic() + DEATH_S
-    while (left := deadline - time.monotonic()) > 0:
-        readable, _, _ = select.select([descriptor], [], [], left)
+    while (seconds_left := deadline - time.monotonic()) > 0:
+        readable, _, _ = select.select([descriptor], [], [], seconds_left)
         if not readable or not os.read(descriptor, 1 << 16):
             return
 

@@ -340,10 +340,10 @@ def read_array(path: Path, digest: Any) -> Iterator[Any]:
 
 
 def _read_object(path: Path, digest: Any) -> dict[str, Any]:
-    data = path.read_bytes()
-    digest.update(data)
+    file_bytes = path.read_bytes()
+    digest.update(file_bytes)
     try:
-        return checked(dict[str, Any], json.loads(data), str(path))
+        return checked(dict[str, Any], json.loads(file_bytes), str(path))
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path}, line {error.lineno}: broken or cut short ({error.msg}); download it again"

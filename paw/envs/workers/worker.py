@@ -154,10 +154,10 @@ class Worker:
 def _ending(child: subprocess.Popen) -> str:
     """Say how a child ended that closed its output."""
     try:
-        code = child.wait(timeout=5)
+        exit_code = child.wait(timeout=5)
     except subprocess.TimeoutExpired:
         return "closed its output"
-    return f"died of signal {-code}" if code < 0 else f"exited with code {code}"
+    return f"died of signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
 
 
 def _kill(child: subprocess.Popen) -> None:

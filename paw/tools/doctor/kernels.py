@@ -94,13 +94,13 @@ def check(shape: str | None, model: str | None) -> int:
 
     Raises UserError if `shape` is not VxD.
     """
-    size = head_size(shape, model)
+    V_and_D = head_size(shape, model)
     cases, left_out = cases_to_check()
     failed = _check_errors(cases, left_out)
-    if size is None:
+    if V_and_D is None:
         print("Nothing is timed without a size: add --model PATH or --shape VxD.")
     else:
-        V, D = size
+        V, D = V_and_D
         failed_kinds = {(case.backend, case.dtype) for case in failed}
         candidates = cases_to_time(V, D, {case.backend: case.device for case in cases})
         _time([case for case in candidates if (case.backend, case.dtype) not in failed_kinds], V, D)
@@ -238,12 +238,12 @@ def reported(answers: Iterable[Answer], cases: list[Case]) -> Iterator[Answer]:
 
 def table(answers: dict[Case, Answer], columns: list[str], name: Callable[[Case], str]) -> None:
     """Print the answers. Cases with the same name share a row."""
-    rows: dict[str, list[Answer]] = {}
+    answers_of_row: dict[str, list[Answer]] = {}
     for case, answer in answers.items():
-        rows.setdefault(name(case), []).append(answer)
-    width = max(map(len, rows), default=0)
+        answers_of_row.setdefault(name(case), []).append(answer)
+    width = max(map(len, answers_of_row), default=0)
     print(f"  {'':<{width}}" + "".join(f"{column:>14}" for column in columns))
-    for row, row_answers in rows.items():
+    for row, row_answers in answers_of_row.items():
         print(f"  {row:<{width}}" + "".join(f"{answer!s:>14}" for answer in row_answers))
 
 

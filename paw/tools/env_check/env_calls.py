@@ -125,10 +125,10 @@ class _Maker:
 
     def _array(self, schema: dict[str, Any], depth: int) -> list[Any]:
         first_schemas = schema.get("prefixItems", [])
-        count = max(schema.get("minItems", 1), len(first_schemas))
-        count = int(min(count, schema.get("maxItems", count), PARTS))
-        schemas = [*first_schemas, *[schema.get("items", {})] * count]
-        return [self.value(element, depth - 1) for element in schemas[:count]]
+        item_count = max(schema.get("minItems", 1), len(first_schemas))
+        item_count = int(min(item_count, schema.get("maxItems", item_count), PARTS))
+        schemas = [*first_schemas, *[schema.get("items", {})] * item_count]
+        return [self.value(element, depth - 1) for element in schemas[:item_count]]
 
     def _number(self, schema: dict[str, Any]) -> int | float:
         """Make a multiple of `multipleOf`, one of the first ten within the bounds."""
@@ -163,11 +163,11 @@ class _Maker:
 
     def _referred(self, reference: str) -> Any:
         """Return the part of the root schema that "#/a/b" refers to; None if there is none."""
-        part: Any = self._root
+        subschema: Any = self._root
         for name in reference.removeprefix("#").split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
-            part = part.get(name) if isinstance(part, dict) else None
-        return part
+            subschema = subschema.get(name) if isinstance(subschema, dict) else None
+        return subschema
 
     def _merged(self, schema: dict[str, Any], parts: list[Any]) -> dict[str, Any]:
         """Merge `parts` into `schema`. Of keys other than properties, the last one counts."""

@@ -101,8 +101,8 @@ def _is_valid_member(name: str, value: Any) -> bool:
 def tasks(subject: Subject) -> str:
     sizes = []
     for split in dict.fromkeys((subject.env.train_split, subject.env.eval_split)):
-        expected, count = _first_tasks(subject.factory, split)
-        sizes.append(f"'{split}': {count or 'endless'}")
+        expected, task_count = _first_tasks(subject.factory, split)
+        sizes.append(f"'{split}': {task_count or 'endless'}")
         for factory, when in (
             (subject.factory, "asked again"),
             (subject.make_factory(), "in a resumed run"),
@@ -122,15 +122,15 @@ def _first_tasks(factory: EnvFactory, split: str) -> tuple[list[tuple[str, str]]
     Raises Broken if one of them is not a task.
     """
     with read_tasks(factory, split, 0) as tasks:
-        count = size(tasks)
-        first = [tasks[i] for i in range(64 if count is None else min(64, count))]
+        task_count = size(tasks)
+        first = [tasks[i] for i in range(64 if task_count is None else min(64, task_count))]
     for task in first:
         is_task = isinstance(task, Task) and isinstance(task.id, str)
         if not is_task or not isinstance(task.kind, str) or not task.kind:
             raise Broken(
                 f"{short_repr(task)} among the tasks; each must be a Task with texts as id and kind"
             )
-    return [(task.id, task.kind) for task in first], count
+    return [(task.id, task.kind) for task in first], task_count
 
 
 def outcomes(subject: Subject) -> str:

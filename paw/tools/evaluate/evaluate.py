@@ -315,10 +315,10 @@ def _episodes_to_play(
 
 
 def _episode(config: Config, task: Task, place: int) -> Episode:
-    index, attempt = divmod(place, config.eval.attempts)
+    task_index, attempt = divmod(place, config.eval.attempts)
     return Episode(
         Trajectory(task, member=attempt),
-        index=index,
+        index=task_index,
         seed=config.eval.seed,
         stream="eval",
         temperature=config.eval.temperature,

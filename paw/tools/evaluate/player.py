@@ -115,8 +115,10 @@ def rollout(
         report_failures(stats.failures)
         if file:
             write_turns(groups, file)
-    count = sum(len(group.trajectories) for group in groups)
-    to_stderr(f"{count} episodes, success {success_text(success_metrics(groups, stats.failed))}")
+    episode_count = sum(len(group.trajectories) for group in groups)
+    to_stderr(
+        f"{episode_count} episodes, success {success_text(success_metrics(groups, stats.failed))}"
+    )
     return groups
 
 

@@ -273,8 +273,8 @@ def kind_rows(games: Iterable[tuple[str, float]]) -> dict[str, dict[str, float]]
         rows[name] = success_of(shares) | {"games": len(shares)}
 
     if set_names:
-        total = sum(rows[name]["success"] for name in set_names)
-        rows["Avg."] = {"success": total / len(set_names), "sets": len(set_names)}
+        success_sum = sum(rows[name]["success"] for name in set_names)
+        rows["Avg."] = {"success": success_sum / len(set_names), "sets": len(set_names)}
     return rows
 
 
@@ -285,10 +285,10 @@ def kind_lines(table: dict[str, dict[str, float]]) -> list[str]:
     lines = []
     for name, row in rows.items():
         if "games" in row:
-            count = f"{row['games']} ({row['ci_low']:.1%} to {row['ci_high']:.1%})"
+            games_text = f"{row['games']} ({row['ci_low']:.1%} to {row['ci_high']:.1%})"
         else:
-            count = f"{row['sets']} sets"
-        lines.append(f"  {name:<{width}}  {row['success']:6.1%} of {count}")
+            games_text = f"{row['sets']} sets"
+        lines.append(f"  {name:<{width}}  {row['success']:6.1%} of {games_text}")
     return lines
 
 

@@ -64,9 +64,9 @@ def comparison(curves: Mapping[str, Curve], summary: Mapping[str, Any]) -> Figur
         return figure
 
     figure = Figure((9.6, max(3.9, 1.4 + 0.28 * len(curves))))
-    left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
-    _draw_curves(left, curves, coloured)
-    _draw_differences(right, differences, coloured, baseline)
+    curves_axes, differences_axes = figure.subplots(1, 2, width_ratios=(1.35, 1))
+    _draw_curves(curves_axes, curves, coloured)
+    _draw_differences(differences_axes, differences, coloured, baseline)
     return figure
 
 

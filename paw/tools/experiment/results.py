@@ -43,13 +43,13 @@ class Interval:
 
 def interval(values: Sequence[float]) -> Interval:
     """Return mean, standard deviation (n - 1) and two-sided 95 % Student interval of the mean."""
-    n = len(values)
+    sample_size = len(values)
     mean = fmean(values)
-    if n < 2:
-        return Interval(mean, n)
+    if sample_size < 2:
+        return Interval(mean, sample_size)
     sd = stdev(values)
-    half_width = student(n - 1) * sd / math.sqrt(n)
-    return Interval(mean, n, sd, low=mean - half_width, high=mean + half_width)
+    half_width = student(sample_size - 1) * sd / math.sqrt(sample_size)
+    return Interval(mean, sample_size, sd, low=mean - half_width, high=mean + half_width)
 
 
 @cache
@@ -96,11 +96,11 @@ def area(curve: Mapping[int, float]) -> float:
     """
     if len(curve) < 2:
         return fmean(curve.values())
-    parts = []
-    for start, end in pairwise(curve):
-        mean_height = (curve[start] + curve[end]) / 2
-        parts.append((end - start) * mean_height)
-    return sum(parts) / (max(curve) - min(curve))
+    areas = []
+    for first_update, last_update in pairwise(curve):
+        mean_height = (curve[first_update] + curve[last_update]) / 2
+        areas.append((last_update - first_update) * mean_height)
+    return sum(areas) / (max(curve) - min(curve))
 
 
 def paper_columns(config: Config) -> dict[str, dict[str, float]]:

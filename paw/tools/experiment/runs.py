@@ -228,10 +228,10 @@ def _job(options: argparse.Namespace, variant: str, seed: int, overrides: Overri
         if changed:
             raise UserError(f"{directory} has {changed}; use another --out, or remove it")
 
-    words = ["train", options.recipe, "--gpus", str(options.gpus)]
+    arguments = ["train", options.recipe, "--gpus", str(options.gpus)]
     for key, value in keys.items():
-        words += [f"--{key}", value]
-    return Job(variant, seed, directory, config.run.updates, tuple(words))
+        arguments += [f"--{key}", value]
+    return Job(variant, seed, directory, config.run.updates, tuple(arguments))
 
 
 def difference(path: Path, config: Config) -> str:
@@ -259,9 +259,9 @@ def train(jobs: Sequence[Job], *, at_once: int) -> None:
     others = [job for job in pending if job not in first]
 
     done_before = len(jobs) - len(pending)
-    done = done_before
+    runs_done = done_before
     started = time.monotonic()
-    to_stderr(f"{done} of {len(jobs)} runs")
+    to_stderr(f"{runs_done} of {len(jobs)} runs")
     processes = _Processes()
     on_sigterm = signal.signal(signal.SIGTERM, watcher.interrupt)
     pool = ThreadPoolExecutor(at_once)
@@ -269,11 +269,11 @@ def train(jobs: Sequence[Job], *, at_once: int) -> None:
         for batch in (first, others):
             for future in as_completed([pool.submit(processes.run, job) for job in batch]):
                 future.result()
-                done += 1
-                seconds_per_run = (time.monotonic() - started) / (done - done_before)
-                minutes = seconds_per_run * (len(jobs) - done) / 60
+                runs_done += 1
+                seconds_per_run = (time.monotonic() - started) / (runs_done - done_before)
+                minutes = seconds_per_run * (len(jobs) - runs_done) / 60
                 remaining = f", about {minutes:.0f} min left" if minutes else ""
-                to_stderr(f"{done} of {len(jobs)} runs{remaining}")
+                to_stderr(f"{runs_done} of {len(jobs)} runs{remaining}")
     finally:
         processes.stop()
         pool.shutdown()

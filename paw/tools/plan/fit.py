@@ -151,17 +151,17 @@ def with_servers(
     cards_of_host = -(-machine.gpus // machine.hosts)
     least = one_server.engine.least_cards
     splits = set()
-    for size in (least, 2 * least, 4 * least):
-        if not 0 < size <= cards_of_host:
+    for cards_each in (least, 2 * least, 4 * least):
+        if not 0 < cards_each <= cards_of_host:
             continue
         for quarters in (1, 2, 3):
-            count = quarters * machine.gpus // 4 // size
-            if count:
-                splits.add((count, size))
+            server_count = quarters * machine.gpus // 4 // cards_each
+            if server_count:
+                splits.add((server_count, cards_each))
 
     fitting = []
-    for count, size in sorted(splits):
-        with_keys = _with_server_keys(config, count, size, ahead)
+    for server_count, cards_each in sorted(splits):
+        with_keys = _with_server_keys(config, server_count, cards_each, ahead)
         tried = _with_fallbacks(with_keys, shape, machine, pinned={*pinned, *ENGINE})
         if _keeps_learning(tried, config):
             fitting.append(tried[-1][1])
@@ -286,8 +286,8 @@ def _with_largest_share(plan: Plan, machine: Machine, steps: int) -> Plan:
     for part, size in plan.phases["rollout"].items():
         if part not in ("engine", "KV cache"):
             trainer_gib += size
-    room = (USABLE * plan.gpu_gib - trainer_gib) / plan.gpu_gib
-    share = min(LARGEST_SHARE, math.floor(steps * room) / steps)
+    free_share = (USABLE * plan.gpu_gib - trainer_gib) / plan.gpu_gib
+    share = min(LARGEST_SHARE, math.floor(steps * free_share) / steps)
     if share <= 0:
         return plan
     shared = machine.plan(changed(plan.config, {SHARE: share}), plan.shape)

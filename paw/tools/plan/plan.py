@@ -197,12 +197,15 @@ class Plan(Memory):
             rows: sequences of full length that the KV cache must hold.
         """
         reasons = []
-        room = usable * self.gpu_gib
-        if self.peak > room:
+        usable_gib = usable * self.gpu_gib
+        if self.peak > usable_gib:
             phase = max(self.phases, key=lambda name: sum(self.phases[name].values()))
-            parts = ", ".join(f"{part} {size:.1f}" for part, size in self.phases[phase].items())
+            part_texts = ", ".join(
+                f"{part} {part_gib:.1f}" for part, part_gib in self.phases[phase].items()
+            )
             reasons.append(
-                f"{phase} needs {self.peak:.1f} GiB of a GPU, {room:.1f} are usable ({parts})"
+                f"{phase} needs {self.peak:.1f} GiB of a GPU, "
+                f"{usable_gib:.1f} are usable ({part_texts})"
             )
         if self.host_gib is not None and self.host_total > self.host_gib:
             reasons.append(

@@ -176,11 +176,11 @@ class Memory:
     @property
     def optimizer(self) -> float:
         """A rank's share of the optimizer's state."""
-        total = self.state * (self.trained_parameters + self.critic_parameters)
+        state_bytes = self.state * (self.trained_parameters + self.critic_parameters)
         if self.flash:
             models = 2 if self.critic_parameters > 0 else 1
-            total += (PLAIN_STATE - self.state) * self.shape.vectors * models
-        return total / self.shards
+            state_bytes += (PLAIN_STATE - self.state) * self.shape.vectors * models
+        return state_bytes / self.shards
 
     @property
     def stored(self) -> int:
@@ -265,18 +265,18 @@ class Memory:
         s = self.shape
         c = self.c
         results = c * (s.hidden * self.T + s.embedding)
-        row = 12 * s.vocabulary
+        row_bytes = 12 * s.vocabulary
         if c == 2:
-            row = c * (s.vocabulary + 3 * s.hidden) + 16 * s.vocabulary / 256
-        if row * self.T <= HEAD_BUFFER[c]:
-            return results, row * self.T
+            row_bytes = c * (s.vocabulary + 3 * s.hidden) + 16 * s.vocabulary / 256
+        if row_bytes * self.T <= HEAD_BUFFER[c]:
+            return results, row_bytes * self.T
 
         # With several chunks, dW is summed in float32. In 16 bits it is rounded after the buffer
         # has been freed.
-        total = 4 * s.embedding
-        workspace = HEAD_BUFFER[c] + total - c * s.embedding
+        head_bytes = 4 * s.embedding
+        workspace = HEAD_BUFFER[c] + head_bytes - c * s.embedding
         if c == 2:
-            workspace = max(workspace, total)
+            workspace = max(workspace, head_bytes)
         return results, workspace
 
     def _update(self) -> tuple[float, float]:
@@ -409,10 +409,10 @@ class Memory:
 
 def _in_gib(phases: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """Convert bytes to GiB, leaving out components of size zero."""
-    rows = {}
+    sizes = {}
     for phase, parts in phases.items():
-        rows[phase] = {part: size / GIB for part, size in parts.items() if size}
-    return rows
+        sizes[phase] = {part: part_bytes / GIB for part, part_bytes in parts.items() if part_bytes}
+    return sizes
 
 
 def _largest_sum(phases: dict[str, dict[str, float]]) -> float:

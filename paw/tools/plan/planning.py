@@ -275,9 +275,10 @@ def _servers_cards(plan: Plan) -> str:
     if not plan.engine.own_card:
         return "on cards of their own"
     least = plan.engine.least_cards or "more than 64"
-    size = sum(plan.phases["server"].values())
+    card_gib = sum(plan.phases["server"].values())
     return (
-        f"each {plan.engine.cards} x {plan.gpu_gib:g} GB (at least {least}), {size:.1f} GiB of each"
+        f"each {plan.engine.cards} x {plan.gpu_gib:g} GB (at least {least}),"
+        f" {card_gib:.1f} GiB of each"
     )
 
 
@@ -317,13 +318,13 @@ def _rounded_table(phases: Mapping[str, Mapping[str, float]]) -> dict[str, dict[
 def tables(tried: Tried) -> Iterator[Table]:
     """Yield tables of what was tried, and of the last attempt's memory by phase and seconds."""
     best = tried[-1][1]
-    right = partial(Column, justify="right")
+    align_right = partial(Column, justify="right")
 
     attempts = Table(
         "settings",
-        right("GPU GiB"),
-        right("host GiB"),
-        right("update s"),
+        align_right("GPU GiB"),
+        align_right("host GiB"),
+        align_right("update s"),
         "fits",
         title=f"{best.config.model.path} on {best.gpus} x {best.gpu_gib:g} GB",
     )
@@ -340,7 +341,7 @@ def tables(tried: Tried) -> Iterator[Table]:
     yield _phase_table("GiB of one GPU", best.phases)
     yield _phase_table("GiB of host memory", best.host)
 
-    times = Table("component", right("seconds"), "from", title="an update")
+    times = Table("component", align_right("seconds"), "from", title="an update")
     for part, seconds in best.seconds.items():
         times.add_row(part, f"{seconds:.2f}", SOURCES[part])
     yield times

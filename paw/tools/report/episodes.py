@@ -124,14 +124,14 @@ def embedded(index: EpisodeIndex, limit: int = PAGE_BYTES) -> tuple[list[Row], d
     If not all fit, they are spread evenly over the run, and include its first and last.
     """
     # Of a long line, only the first turns are shown.
-    total = sum(min(place.size, 2 * EPISODE_CHARS) for place in index.places.values())
+    whole_size = sum(min(place.size, 2 * EPISODE_CHARS) for place in index.places.values())
     order = sorted(range(len(index.rows)), key=lambda i: (index.rows[i]["step"], i))
-    count = len(order)
-    if total > limit:
-        count = max(2, int(count * limit / total))
+    episode_count = len(order)
+    if whole_size > limit:
+        episode_count = max(2, int(episode_count * limit / whole_size))
     rows: list[Row] = []
     details: dict[str, Detail] = {}
-    for i in spread(len(order), count):
+    for i in spread(len(order), episode_count):
         row = index.rows[order[i]]
         detail = index.detail(row["id"])
         if detail is not None:
@@ -185,8 +185,8 @@ def detail_of(record: dict[str, Any]) -> Detail:
         shown_turn = _turn(turn)
         shown.append(shown_turn)
         characters += _size(shown_turn)
-    total = record["length"] if type(record.get("length")) is int else len(turns)
-    detail: Detail = {"turns": shown, "total": max(total, len(shown))}
+    turn_count = record["length"] if type(record.get("length")) is int else len(turns)
+    detail: Detail = {"turns": shown, "total": max(turn_count, len(shown))}
     if record.get("prompt"):
         detail["prompt"] = _text(record["prompt"], 2 * TEXT_CHARS)
     return detail
@@ -238,26 +238,26 @@ def _shaded(
     observation: str, tokens: Any, probabilities: Any
 ) -> Iterator[tuple[str, float | None]]:
     """Yield the observation in pieces: (text, its probability if it is a token that has one)."""
-    end = 0  # end of the part of the observation that has been yielded
+    shown_end = 0  # end of the part of the observation that has been yielded
     if isinstance(tokens, list) and isinstance(probabilities, list):
         for token, probability in zip(tokens[:SHADED_TOKENS], probabilities, strict=False):
             text = _token(token).replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
-            if not observation.startswith(text, end):
+            if not observation.startswith(text, shown_end):
                 # Word-level tokens come without their spaces. Find the token nearby, and show the
                 # space before it.
                 text = text.strip() or text
 
-            start = observation.find(text, end, end + len(text) + 16)
-            if start >= 0:
-                gap = observation[end:start]
+            text_start = observation.find(text, shown_end, shown_end + len(text) + 16)
+            if text_start >= 0:
+                gap = observation[shown_end:text_start]
                 if gap.isspace():
                     yield gap, None
-                end = start + len(text)
+                shown_end = text_start + len(text)
 
             is_probability = type(probability) in (int, float) and 0 <= probability <= 1
             yield text, probability if is_probability else None
 
-    remainder = observation[end:]
+    remainder = observation[shown_end:]
     if remainder:
         yield remainder, None
 

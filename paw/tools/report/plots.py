@@ -306,11 +306,11 @@ def _phase_times_over_updates(axes: Axes, run: Run, phases: Sequence[str]) -> No
     widths = np.diff(edges)
     centres = (edges[1:] + edges[:-1]) / 2
 
-    total = sum(sum(run.series(f"time/{phase}")[1]) for phase in phases)
+    total_s = sum(sum(run.series(f"time/{phase}")[1]) for phase in phases)
     bottom = np.zeros(len(centres))
     for phase in phases:
         steps, seconds = run.series(f"time/{phase}")
-        share = sum(seconds) / total if total else 0.0
+        phase_share = sum(seconds) / total_s if total_s else 0.0
         height = np.histogram(steps, edges, weights=seconds)[0] / widths
         axes.bar(
             centres,
@@ -318,7 +318,7 @@ def _phase_times_over_updates(axes: Axes, run: Run, phases: Sequence[str]) -> No
             widths * 0.86,
             bottom,
             color=PHASES[phase],
-            label=f"{phase} {share:.0%}",
+            label=f"{phase} {phase_share:.0%}",
         )
         bottom += height
     axes.set(xlabel="Update", ylabel="Time (s per update)")
@@ -326,11 +326,11 @@ def _phase_times_over_updates(axes: Axes, run: Run, phases: Sequence[str]) -> No
 
 def _phase_times_of_runs(axes: Axes, runs: Sequence[Run], phases: Sequence[str]) -> None:
     """Draw a stacked bar for each run: means over all its updates."""
-    left = np.zeros(len(runs))
+    bar_starts = np.zeros(len(runs))
     for phase in phases:
         width = [sum(run.series(f"time/{phase}")[1]) / max(run.updates, 1) for run in runs]
-        axes.barh(range(len(runs)), width, 0.6, left, color=PHASES[phase], label=phase)
-        left += width
+        axes.barh(range(len(runs)), width, 0.6, bar_starts, color=PHASES[phase], label=phase)
+        bar_starts += width
     axes.set(xlabel="Time (s per update)")
     axes.xaxis.set_major_locator(MaxNLocator(5))
     name_bars(axes, [printable(run.name) for run in runs])

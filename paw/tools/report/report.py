@@ -330,30 +330,30 @@ def _metric_figures(
 
 def _summary_line(run: Run) -> str:
     """Describe the run in one line: algorithm, environment, model."""
-    parts = []
+    facts = []
     estimator = run.config.get("advantage.type")
     if estimator:
         name = "GiGPO" if estimator == "gigpo" else str(estimator).upper()
         if run.config.get("wm.enabled"):
-            parts.append(f"{name} + world-model co-training")
+            facts.append(f"{name} + world-model co-training")
         else:
-            parts.append(f"{name}, no world model")
+            facts.append(f"{name}, no world model")
 
     environment = run.config.get("env.name")
     if environment:
         games = "games"
         if not run.config.get("env.data"):
             games = f"generated games ({run.config.get('env.difficulty', 'full')})"
-        parts.append(f"{environment}, {games}")
+        facts.append(f"{environment}, {games}")
 
     if run.labels:
-        parts.append(" + ".join(run.labels))
+        facts.append(" + ".join(run.labels))
 
     model = run.info.get("model") or run.config.get("model.path")
     if model:
-        size = _parameter_count(run.info.get("parameters"))
-        parts.append(f"{model}, {size} parameters" if size else str(model))
-    return " · ".join(parts)
+        parameters = _parameter_count(run.info.get("parameters"))
+        facts.append(f"{model}, {parameters} parameters" if parameters else str(model))
+    return " · ".join(facts)
 
 
 def _parameter_count(count: object) -> str:
@@ -422,9 +422,9 @@ def _health(run: Run) -> str:
     """Count what went wrong: failed episodes, skipped updates and so on."""
     health = []
     for metric in SECTIONS["Health"]:
-        total = _total(run, metric) if metric.is_count else 0
-        if total:
-            health.append(f"{total:g} {metric.label.lower()}")
+        event_count = _total(run, metric) if metric.is_count else 0
+        if event_count:
+            health.append(f"{event_count:g} {metric.label.lower()}")
     return ", ".join(health)
 
 

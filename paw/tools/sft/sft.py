@@ -144,7 +144,7 @@ class _ProgressLog:
 
 def _digest(rows: Sequence[Sample], config: Config, settings: SftConfig, optim: OptimConfig) -> str:
     """Hash the data and the settings that decide the result."""
-    ids = [
+    token_ids = [
         (row.prompt_ids.tolist(), row.response_ids.tolist(), row.observation_ids.tolist())
         for row in rows
     ]
@@ -152,7 +152,7 @@ def _digest(rows: Sequence[Sample], config: Config, settings: SftConfig, optim: 
         f"{settings.model_dump(exclude={'save_every'})} {optim} {config.lora} {config.run.seed}"
         f" {config.model.path}"
     )
-    return hashlib.sha256((repr(ids) + choices).encode()).hexdigest()
+    return hashlib.sha256((repr(token_ids) + choices).encode()).hexdigest()
 
 
 class _Progress:

@@ -61,17 +61,17 @@ class Progress:
         self._last = now
         self._step = run.step
 
-        total = run.config.run.updates
-        parts = [f"step {run.step:>{len(str(total))}}/{total}"]
-        parts += _metric_texts(metrics)
+        planned = run.config.run.updates
+        texts = [f"step {run.step:>{len(str(planned))}}/{planned}"]
+        texts += _metric_texts(metrics)
         if self._seconds:
-            seconds_left = sum(self._seconds) / len(self._seconds) * (total - run.step)
-            parts.append(f"{self._seconds[-1]:.1f} s")
-            parts.append(f"left {timedelta(seconds=round(seconds_left))}")
+            seconds_left = sum(self._seconds) / len(self._seconds) * (planned - run.step)
+            texts.append(f"{self._seconds[-1]:.1f} s")
+            texts.append(f"left {timedelta(seconds=round(seconds_left))}")
         for name, text in TROUBLE.items():
             if _is_finite(metrics.get(name)) and metrics[name]:
-                parts.append(text.format(metrics[name]))
-        run.say("  ".join(parts))
+                texts.append(text.format(metrics[name]))
+        run.say("  ".join(texts))
 
 
 def _metric_texts(metrics: dict[str, Any]) -> list[str]:

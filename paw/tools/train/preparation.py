@@ -53,8 +53,8 @@ def check_memory(config: Config, device: torch.device, ranks: Ranks) -> None:
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     files = Path(config.model.path).glob("*.safetensors")
-    size = sum(file.stat().st_size for file in files)
-    if device.type == "cpu" and 0 < size * PLANNED < memory:
+    file_bytes = sum(file.stat().st_size for file in files)
+    if device.type == "cpu" and 0 < file_bytes * PLANNED < memory:
         return
     gpu_gib = None
     if device.type == "cuda":

@@ -31,8 +31,10 @@ class Examiner:
     def send(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Send the weights after a step. The examiner starts to measure, and this returns."""
         head = json.dumps({"step": step}).encode()
-        flat = torch.cat([weights[name].detach().float().flatten() for name in sorted(weights)])
-        self._ranks.gather_bytes(head + b"\n" + flat.numpy().tobytes())
+        all_weights = torch.cat(
+            [weights[name].detach().float().flatten() for name in sorted(weights)]
+        )
+        self._ranks.gather_bytes(head + b"\n" + all_weights.numpy().tobytes())
         self._owes_success = True
 
     def success(self) -> float:
@@ -87,5 +89,5 @@ def _load(lm: nn.Module, flat: Tensor) -> None:
     """Fill the tensors of `lm`, in the order of their names, from one float32 tensor."""
     state = lm.state_dict()
     sizes = [state[name].numel() for name in sorted(state)]
-    for name, part in zip(sorted(state), flat.split(sizes), strict=True):
-        state[name].copy_(part.view_as(state[name]))
+    for name, values in zip(sorted(state), flat.split(sizes), strict=True):
+        state[name].copy_(values.view_as(state[name]))

@@ -49,18 +49,18 @@ def demonstrations(
     """
     rng = random.Random(seed)
     players: dict[str, _ExpertPlayer] = {}
-    for label, part in parts_of(factory, env).items():
+    for label, env_part in parts_of(factory, env).items():
         players[label] = _ExpertPlayer(
-            part.factory, part.config, rng, random_actions, stray_actions
+            env_part.factory, env_part.config, rng, random_actions, stray_actions
         )
     failed_in_a_row = 0
     for task in _tasks_without_end(factory, seed=seed, split=split):
         player = players[task.env]
-        done = False
+        has_ended = False
         previous_choices: list[str] | None = None
-        while not done:
+        while not has_ended:
             try:
-                turn, done = player.play_turn(task.own, previous_choices)
+                turn, has_ended = player.play_turn(task.own, previous_choices)
             except OURS:
                 raise
             except NoOracleError as error:

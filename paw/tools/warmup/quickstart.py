@@ -72,7 +72,7 @@ def phrases(observations: Iterable[str]) -> list[str]:
         for line in text.splitlines():
             if re.search(ENTITY, line):
                 counts.update(part for part in re.split(ENTITY, line) if part)
-    frequent = [phrase for phrase, count in counts.items() if count >= 3]
+    frequent = [phrase for phrase, occurrences in counts.items() if occurrences >= 3]
     return sorted(frequent, key=lambda phrase: (-len(phrase), phrase))
 
 

@@ -151,9 +151,9 @@ def _backward_fused_head(policy: Policy, rows: Sequence[_WeightedRow], packing: 
             old_logp=zero,
             sampled_logp=zero,
         )
-        out = joint_loss(policy, batch, tokens, LOSS, temperature=1.0)
-        out.loss.backward()
-        answer_loss += out.token_loss[answer_index].sum()
+        joint = joint_loss(policy, batch, tokens, LOSS, temperature=1.0)
+        joint.loss.backward()
+        answer_loss += joint.token_loss[answer_index].sum()
     return float(answer_loss)
 
 

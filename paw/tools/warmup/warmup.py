@@ -420,13 +420,13 @@ def _batches(factory: EnvFactory, chat: Chat, config: Config) -> Iterator[list[S
             rows.append(row)
         rows.sort(key=_length)
         batches = []
-        for start in range(0, len(rows), settings.batch_size):
-            batches.append(rows[start : start + settings.batch_size])
+        for batch_start in range(0, len(rows), settings.batch_size):
+            batches.append(rows[batch_start : batch_start + settings.batch_size])
         rng.shuffle(batches)
         yield from batches
 
 
 def _length(row: Sample) -> int:
     """Return the number of tokens of a row."""
-    parts = (row.prompt_ids, row.response_ids, row.separator_ids, row.observation_ids)
-    return sum(map(len, parts))
+    token_parts = (row.prompt_ids, row.response_ids, row.separator_ids, row.observation_ids)
+    return sum(map(len, token_parts))

@@ -72,19 +72,23 @@ class Bm25:
             return []
 
         # Memory pages of `total` that get no score are never allocated.
-        total = np.zeros(self._index.scores["num_docs"], np.float32)
-        for part in entries:
-            np.add.at(total, self._texts[part], self._scores[part])
+        total_scores = np.zeros(self._index.scores["num_docs"], np.float32)
+        for entry_slice in entries:
+            np.add.at(total_scores, self._texts[entry_slice], self._scores[entry_slice])
 
         # Only texts with a word of the query are candidates. A text occurs once for each of these
         # words, so the k best texts are among the k * words highest scores.
-        candidates = np.concatenate([self._texts[part] for part in entries])
-        scores = total[candidates]
-        count = k * len(entries)
-        threshold = np.partition(scores, -count)[-count] if count < len(scores) else 0
+        candidates = np.concatenate([self._texts[entry_slice] for entry_slice in entries])
+        scores = total_scores[candidates]
+        candidate_count = k * len(entries)
+        threshold = (
+            np.partition(scores, -candidate_count)[-candidate_count]
+            if candidate_count < len(scores)
+            else 0
+        )
         texts = np.unique(candidates[scores >= threshold])
-        best = texts[np.argsort(-total[texts], kind="stable")[:k]]
-        return list(zip(best.tolist(), total[best].tolist(), strict=True))
+        best = texts[np.argsort(-total_scores[texts], kind="stable")[:k]]
+        return list(zip(best.tolist(), total_scores[best].tolist(), strict=True))
 
     def _words(self, query: str) -> list[int]:
         """Return the numbers of the query's words that occur in the index."""

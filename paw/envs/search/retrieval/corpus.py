@@ -49,9 +49,9 @@ class Corpus:
         return len(self._starts) - 1
 
     def __getitem__(self, i: int) -> tuple[str, str]:
-        start = int(self._starts[i])
-        end = int(self._starts[i + 1])
-        line = os.pread(self._file.fileno(), end - start, start)
+        line_start = int(self._starts[i])
+        line_end = int(self._starts[i + 1])
+        line = os.pread(self._file.fileno(), line_end - line_start, line_start)
         document = Document.model_validate_json(line)
         return str(document.id), document.contents
 
@@ -61,13 +61,13 @@ class Corpus:
 
     def _index(self, folder: Path) -> None:
         """Check all lines, and write the offsets of their starts to `folder`."""
-        size = self.path.stat().st_size
+        file_bytes = self.path.stat().st_size
         lines = json_lines(self.path, Document, str(self.path))
-        lines = progress(lines, None, f"checking {self.path.name} ({size >> 20:,} MB)")
+        lines = progress(lines, None, f"checking {self.path.name} ({file_bytes >> 20:,} MB)")
         starts = array("q", (offset for offset, _ in lines))
         if not starts:
             raise UserError(f"env.corpus = '{self.path}': it contains no documents")
-        starts.append(size)
+        starts.append(file_bytes)
         np.save(folder / "starts.npy", np.frombuffer(starts, np.int64))
 
 

@@ -105,10 +105,10 @@ class DenseRetriever:
     def _read_flat_index(self, path: Path) -> np.ndarray:
         """Return a flat faiss index's vectors, memory-mapped, valid while the index exists."""
         self._index = self._faiss.read_index(str(path), self._faiss.IO_FLAG_MMAP_IFC)
-        count = self._index.ntotal
+        vector_count = self._index.ntotal
         width = self._index.d
-        vectors = self._faiss.rev_swig_ptr(self._index.get_xb(), count * width)
-        return vectors.reshape(count, width)
+        vectors = self._faiss.rev_swig_ptr(self._index.get_xb(), vector_count * width)
+        return vectors.reshape(vector_count, width)
 
     def _cache_file(self, encoder: str) -> Path:
         """Return the cache file with the vectors of these documents under this encoder."""
