@@ -159,15 +159,15 @@ def cut(path: Path, step: int) -> None:
     """
     if not path.is_file():
         return
-    end = 0
+    kept_bytes = 0
     with path.open("r+b") as file:
         for line in file:
             match = STEP.match(line)
             is_after = step < 0 or (match is not None and int(match[1]) > step)
             if is_after or not line.endswith(b"\n"):
                 break
-            end += len(line)
-        file.truncate(end)
+            kept_bytes += len(line)
+        file.truncate(kept_bytes)
 
 
 def gaps(path: Path, history: list[dict[str, Any]], last: int) -> list[str]:
