@@ -19,13 +19,16 @@ from jsonl import write_jsonl
 from processes import wait_until
 from scripted_server import serve as serve_script
 
-from paw.envs.search.retrieval import app as retriever_app
 from paw.envs.search.retrieval import make_retriever, remote
 from paw.envs.search.retrieval.base import Hit
 from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 from paw.io import serving
+
+pytest.importorskip("fastapi")
+
+from paw.envs.search.retrieval import app as retriever_app
 
 pytestmark = pytest.mark.slow
 TIGHT_S = 0.5

@@ -86,7 +86,7 @@ def test_no_model_folder_runs_code():
 
 def test_a_library_of_an_extra_is_imported_late_and_named_where_it_is_missing():
     libraries = "|".join(LAZY)
-    need_it = {  # imported by the library, or late and under a guard
+    need_it = {  # imported by the library itself, or late by a module that names the extra
         "paw/rollouts/engines/entropy.py",
         "paw/envs/search/retrieval/app.py",
         "paw/tools/play/openenv_app.py",
@@ -126,12 +126,8 @@ def test_the_command_line_and_environments_start_without_torch():
     light += ["paw.tools.train.start", "paw.distributed.launcher"]
     assert loaded_after(light).isdisjoint({"torch", "transformers", *LAZY})
     modules = [n.removesuffix(".py").replace("/", ".") for n in TEXTS if n.startswith("paw/envs/")]
-    apart = (
-        ".embedding",
-        ".retrieval.app",
-        ".retrieval.dense",
-        ".verifiers",
-    )  # of use with what they import alone
+    # These need what they import, so they are imported late themselves.
+    apart = (".embedding", ".retrieval.app", ".retrieval.dense", ".verifiers")
     modules = [m.removesuffix(".__init__") for m in modules if not m.endswith(apart)]
     assert loaded_after(modules).isdisjoint({"torch", "transformers", *LAZY})
 
