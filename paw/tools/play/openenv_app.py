@@ -45,7 +45,7 @@ class PawObservation(Observation):
     score: float | None = None
 
 
-class PawEnvironment(Environment[PawAction, PawObservation, State]):
+class SessionEnvironment(Environment[PawAction, PawObservation, State]):
     """OpenEnv's view of a session."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
@@ -122,12 +122,12 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
         splits=list(dict.fromkeys((config.train_split, config.eval_split))),
     )
 
-    class ServedEnvironment(PawEnvironment):
+    class PawEnvironment(SessionEnvironment):  # OpenEnv shows its name
         def __init__(self) -> None:
             super().__init__(games)
 
     app = create_fastapi_app(
-        ServedEnvironment, PawAction, PawObservation, sessions, env_name=factory.name
+        PawEnvironment, PawAction, PawObservation, sessions, env_name=factory.name
     )
     app.add_middleware(LimitedBodies, timeout_s=config.step_timeout_s)
     return app
