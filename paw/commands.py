@@ -473,7 +473,7 @@ def _export(parser: argparse.ArgumentParser) -> Run:
 
 def _warmup(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("recipe", nargs="?", default="quickstart")
-    return _run_warmup
+    return _run_of("paw.tools.warmup.start")
 
 
 def _keys(parser: argparse.ArgumentParser) -> Run:
@@ -514,18 +514,6 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, default=8000, help="port; 0 picks a free one (default: %(default)s)"
     )
-
-
-def _run_warmup(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.config.recipe import load
-    from paw.envs import make_factory
-
-    config = load(options.recipe, overrides)
-    make_factory(config)
-    from paw.tools.warmup.warmup import warmup  # loads torch; mistakes come before that
-
-    print(warmup(config))
-    return 0
 
 
 COMMANDS = {
