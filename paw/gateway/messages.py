@@ -164,11 +164,14 @@ def _parse_messages(messages: Any) -> list[Message]:
 def _parse_message(message: Any, names: dict[str, str]) -> Message:
     """Return a message. `names` has the tools' names by the ids of earlier calls."""
     role = message.get("role") if isinstance(message, dict) else None
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"the role is {short_repr(role)}; it must be one of {', '.join(ROLES)}")
     parsed: Message = {"role": ROLES[role], "content": text_of(message.get("content"))}
     if role == "assistant" and message.get("tool_calls"):
-        parsed["tool_calls"] = [_parse_call(call) for call in message["tool_calls"]]
+        calls = message["tool_calls"]
+        if not isinstance(calls, list):
+            raise ValueError(f"tool_calls is {short_repr(calls)}; it must be a list")
+        parsed["tool_calls"] = [_parse_call(call) for call in calls]
         for call in parsed["tool_calls"]:
             names[call["id"]] = call["function"]["name"]
     if role == "tool":
@@ -188,7 +191,7 @@ def _parse_call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
         raise ValueError(
@@ -214,8 +217,9 @@ def _parse_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _parse_stop(stop: Any) -> list[str]:
-    words = [stop] if isinstance(stop, str) else list(stop or [])
-    if not all(isinstance(word, str) and word for word in words):
+    words = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    is_list = isinstance(words, list)
+    if not is_list or not all(isinstance(word, str) and word for word in words):
         raise RequestError(
             f"stop is {short_repr(stop)}; it must be a text or a list of texts", param="stop"
         )

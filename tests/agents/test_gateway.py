@@ -28,7 +28,7 @@ from paw.envs.tools import checked_tools
 from paw.errors import UserError
 from paw.gateway import server
 from paw.gateway.messages import RequestError, parse_request
-from paw.gateway.server import Gateway
+from paw.gateway.server import Gateway, Incoming
 from paw.processes.program import run_program
 from paw.rollouts.engine_model import EngineModel
 from paw.rollouts.engines.base import Completion
@@ -196,6 +196,10 @@ def test_limits_of_a_request_and_of_an_episode(config):
     async def agent(client, env):
         ask = partial(client.chat.completions.create, model="any")
         choices = []
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(messages=[{"role": "user", "content": "long " * 200}])
+        assert refused.value.code == "context_length_exceeded"
+        assert "the first prompt has" in str(refused.value)
         for options in ({"max_tokens": 2}, {"max_completion_tokens": 100}, {}):
             answer = await ask(messages=[QUESTION], **options)
             choices.append(answer.choices[0])
@@ -243,6 +247,34 @@ def test_an_answer_that_nobody_reads_is_no_turn(config):
     assert len(trajectory.turns) == 1
 
 
+def test_an_answer_that_comes_after_the_end_is_no_turn(config):
+    """For example to a process that outlives the program that started it."""
+
+    async def run(env, model):
+        await env.reset()
+        session = Session(env, model, Notes())
+        incoming = Incoming({"messages": [QUESTION]}, is_open=lambda: True)
+        await session.complete(incoming)
+        late = [asyncio.ensure_future(session.complete(incoming)) for _ in range(2)]
+        await asyncio.sleep(0)
+        session.end()
+        env.finish(reward=1.0, won=True, score=1.0)
+        for answer in late:
+            with pytest.raises(RequestError, match="the episode has ended"):
+                await answer
+
+    settings = config()
+    engine = Scripted(QWEN3, lambda prompt: "yes")
+    rollouts = Rollouts(make_factory(settings), engine, QWEN3, settings, agent=run)
+    groups, stats = rollouts.play_tasks(
+        rollouts.tasks(0, 1), group_size=1, temperature=1.0, seed=0, stream="t"
+    )
+    rollouts.close()
+    assert not stats.failures, stats.failures
+    (turn,) = groups[0].trajectories[0].turns
+    assert turn.outcome.reward == 1.0
+
+
 def test_a_hostile_request_is_answered_and_the_next_one_is_served(config, monkeypatch):
     monkeypatch.setattr(server, "MAX_BYTES", 50_000)
 
@@ -258,7 +290,9 @@ def test_a_hostile_request_is_answered_and_the_next_one_is_served(config, monkey
         assert await status(b"\xff\x00") == 400
         assert await status(json.dumps({"messages": ["x" * 60_000]})) == 413
         assert await status("{}", url.replace("paw-", "paw-0")) == 404, "a forged session"
-        assert await status(json.dumps({"messages": [{"role": ["user"]}]})) >= 400
+        assert await status(json.dumps({"messages": [{"role": ["user"]}]})) == 400
+        for header in ({"Content-Type": "a/b; charset=none"}, {"Content-Encoding": "gzip"}):
+            assert (await client._client.post(url, content="{}", headers=header)).status_code == 400
         body = {"messages": [QUESTION], "stream": True, "stream_options": "yes"}
         assert (await client._client.post(url, json=body)).status_code == 200
 
@@ -308,8 +342,28 @@ def test_a_failing_engine_is_an_error_of_the_server_and_leaves_no_turn(config):
             "messages[0]",
             "not a JSON object",
         ),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0]", "role is ['user']"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": 5}]},
+            "messages[0]",
+            "tool_calls is 5; it must be a list",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "a", "arguments": "[" * 100_000}}],
+                    }
+                ]
+            },
+            "messages[0]",
+            "not a JSON object",
+        ),
         ({"n": 2}, "n", "only n = 1"),
         ({"stop": [1]}, "stop", "must be a text"),
+        ({"stop": 1}, "stop", "must be a text"),
+        ({"stop": {"a": 1}}, "stop", "must be a text"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"tools": [{"type": "custom"}]}, "tools", "'function'"),
         ({"functions": [{"name": "a"}]}, "functions", "use tools"),

@@ -177,7 +177,9 @@ class Recorder:
         """Write a session's turns and forget it. Returns their number."""
         from paw.tools.evaluate.player import write_turns  # loads torch
 
-        env = self._sessions.pop(name).env
+        opened = self._sessions.pop(name)
+        opened.session.end()
+        env = opened.env
         trajectory = env.episode.trajectory
         if trajectory.turns:
             largest = self._config.env.reward
