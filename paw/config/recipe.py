@@ -99,6 +99,16 @@ def load_named(recipe: str | Path | Config, overrides: dict[str, Any]) -> Config
     return config.model_copy(update={"run": run})
 
 
+def check_config(config: object, function: str) -> None:
+    """Raise UserError if the argument of a function of `paw` is no configuration."""
+    if isinstance(config, Config):
+        return
+    recipe = short_repr(config) if isinstance(config, str | Path) else "RECIPE"
+    raise UserError(
+        f"{function}: {short_repr(config)} is no configuration; write {function}(paw.load({recipe}))"
+    )
+
+
 def override(
     flat: Flat, overrides: dict[str, Any], *, origin: str, origins: dict[str, str]
 ) -> Config:
