@@ -32,6 +32,7 @@ from paw.gateway.server import Gateway, Incoming
 from paw.processes.program import run_program
 from paw.rollouts.engine_model import EngineModel
 from paw.rollouts.engines.base import Completion
+from paw.rollouts.engines.transformers import TransformersEngine
 from paw.rollouts.episode import Episode
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.session import Notes, Session
@@ -623,32 +624,54 @@ def test_sessions_are_recorded_by_hand(config, tmp_path, monkeypatch):
     }
 
 
-def test_serve_gateway_answers_until_ctrl_c_and_keeps_open_sessions(tiny_llm, paw_here, tmp_path):
-    """With the recipe own-agent, which names no program: whoever asks is the agent."""
+def test_serve_gateway_answers_until_ctrl_c_and_keeps_open_sessions(
+    tiny_llm, paw_here, tmp_path, monkeypatch
+):
+    """With the recipe own-agent, which names no program: whoever asks is the agent. An answer that
+    is being written is not waited for."""
     model = tiny_llm(tmp_path / "model")
     out = tmp_path / "sessions.jsonl"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     serving = threading.Event()
+    writing = threading.Event()
     contents = []
+    step = TransformersEngine.step
+
+    def noted_step(engine):
+        writing.set()
+        return step(engine)
 
     def ask():
         url = f"http://127.0.0.1:{port}/monday/v1"
         try:
             wait_until(lambda: _listens(port))
             with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
-                answer = client.chat.completions.create(model="any", messages=[QUESTION])
+                create = partial(client.chat.completions.create, model="any", messages=[QUESTION])
+                answer = create(max_tokens=3)
                 contents.append(answer.choices[0].message.content)
                 assert [listed.id for listed in client.models.list()] == [str(model)]
                 with pytest.raises(openai.InternalServerError, match="does not support tools"):
-                    client.chat.completions.create(model="any", messages=[QUESTION], tools=[ADD])
+                    create(tools=[ADD])
+                writing.clear()
+                monkeypatch.setattr(TransformersEngine, "step", noted_step)
+                stopper = threading.Thread(target=stop_while_it_writes, daemon=True)
+                stopper.start()
+                with pytest.raises(openai.OpenAIError):
+                    create()
+                stopper.join()
         finally:
             if serving.is_set():
                 os.kill(os.getpid(), signal.SIGINT)
 
+    def stop_while_it_writes():
+        writing.wait(60)
+        serving.clear()
+        os.kill(os.getpid(), signal.SIGINT)
+
     settings = {
         "engine.type": "transformers", "model.dtype": "float32", "run.threads": 1,
-        "rollout.max_prompt_tokens": 500, "rollout.max_response_tokens": 3,
+        "rollout.max_prompt_tokens": 500, "rollout.max_response_tokens": 3000,
     }  # fmt: skip
     serving.set()
     thread = threading.Thread(target=ask, daemon=True)

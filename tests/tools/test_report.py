@@ -292,6 +292,7 @@ def test_a_plot_of_runs_is_drawn_as_they_go_on(tmp_path, monkeypatch):
 
 def test_a_metric_is_its_values_by_update(tmp_path):
     lines = [{"step": 0, "eval/success": 0.25}, {"step": 1}, {"step": 2, "eval/success": 0.5}]
+    lines[1]["eval/success"] = -1.7e308  # no plot has room for it
     write_jsonl(tmp_path / "metrics.jsonl", lines)
     assert paw.metric(tmp_path, "eval/success") == {0: 0.25, 2: 0.5}
     with pytest.raises(UserError, match="no metric 'eval/succes'; did you mean 'eval/success'"):

@@ -45,6 +45,10 @@ MAX_OPEN = 10_000
 """Most sessions that may be open at once: each is kept until it has a reward."""
 
 
+class BatchInterrupted(BaseException):
+    """A signal came while an engine was busy that answers a whole batch before it returns."""
+
+
 class SessionsFactory(EnvFactory):
     """The environment of sessions: none."""
 
@@ -251,6 +255,8 @@ def _serve(rollouts: Rollouts, recorder: Recorder, listener: socket.socket, bann
     def stop(number: int, frame: FrameType | None) -> None:
         watcher.say_heard()
         rollouts.loop.call_soon_threadsafe(stopped.set)
+        if rollouts.is_stepping and rollouts.engine and not rollouts.engine.continuous:
+            raise BatchInterrupted
 
     async def keep(env: EnvHandle, model: Model) -> None:
         with env.patience.pause():
@@ -261,6 +267,8 @@ def _serve(rollouts: Rollouts, recorder: Recorder, listener: socket.socket, bann
     to_stderr(banner)
     try:
         rollouts.run_episodes([Episode(Trajectory(Task("gateway"), 0), 0, 0, "gateway", 1.0)])
+    except BatchInterrupted:
+        pass  # the sessions have been written by now
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
