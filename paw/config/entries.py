@@ -127,7 +127,7 @@ class Entry(Section):
                 "give it a label of at most 40 letters, digits, - and _, which is not 'all' or "
                 "'mean' and does not begin with the word low or high"
             )
-            raise problem("label", reason, (*where, "label"), label or table.get(key))
+            raise problem("label", reason, (*where, "label"), table.get("label", table.get(key)))
         own = {name: value for name, value in table.items() if name in cls.own_keys()}
         rest = {name: value for name, value in table.items() if name not in own}
         where = (cls.LIST, label)

@@ -111,6 +111,7 @@ def test_a_saved_position_goes_on_with_the_same_tasks():
         ([{"share": 1}], "its name is missing"),
         ([{"name": "alfworl"}], "there is no 'alfworl': did you mean 'alfworld'?"),
         ([{**PICK, "label": "a.b"}], "give it a label of at most 40 letters"),
+        ([{**PICK, "label": 3}], "envs.0.label = 3: give it a label"),
         ([{**PICK, "label": "all"}], "which is not 'all' or 'mean'"),
         ([{**PICK, "label": "low_pick"}], "does not begin with the word low or high"),
         (
@@ -217,6 +218,12 @@ def test_a_recipe_with_several_is_written_and_read_again(tmp_path):
     other_game = configure({"name": "search", "label": "pick"}, LOOK)
     with pytest.raises(UserError, match=r"envs\.pick\.name = 'alfworld', not"):
         changes(tmp_path, other_game)
+    with pytest.raises(
+        UserError, match=r"trained with env\.name = '\[\[envs\]\] pick, look', not 'search'"
+    ):
+        changes(
+            tmp_path, Config.model_validate({"model": {"path": "-"}, "env": {"name": "search"}})
+        )
 
 
 def test_a_recipe_with_several_replaces_the_environment_of_its_base(tmp_path):
