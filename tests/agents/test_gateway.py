@@ -17,7 +17,7 @@ import openai
 import pytest
 import templates
 from jsonl import write_jsonl
-from processes import wait_until
+from processes import is_alive, wait_until
 from test_conversations import TOKENIZERS
 from toyworld import Scripted, make_chat, make_engine, make_model
 
@@ -471,17 +471,18 @@ def test_a_program_ends_with_the_process_that_started_it(tmp_path):
         from paw.processes.program import run_program
         async def main():
             never = asyncio.get_running_loop().create_future()
-            words = ["sh", "-c", "echo $$ > pid; sleep 1000 & wait"]
+            words = ["sh", "-c", "setsid sleep 1000 & echo $! $$ > pid; sleep 1000 & wait"]
             await run_program(words, variables=os.environ, stdin="", timeout_s=99, interrupt=never)
         asyncio.run(main())
     """)
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
     pid_file = tmp_path / "pid"
     wait_until(lambda: pid_file.exists() and pid_file.read_text().strip())
-    group = int(pid_file.read_text())
+    daemon, group = map(int, pid_file.read_text().split())
+    wait_until(lambda: os.getsid(daemon) == daemon)
     process.kill()
     process.wait()
-    wait_until(lambda: not _is_alive(group), seconds=30)
+    wait_until(lambda: not (_is_alive(group) or is_alive(daemon)), seconds=30)
 
 
 def _is_alive(group):
