@@ -70,7 +70,7 @@ class Curriculum:
             )
         for label, share in shares.items():
             is_number = isinstance(share, numbers.Real)
-            if not is_number or not 0 <= share <= MOST:
+            if not is_number or not 0 <= share <= MOST:  # pyright: ignore[reportOperatorIssue]
                 raise UserError(
                     f"{self._origin} returned {short_repr(share)} as the share of '{label}', which "
                     f"is not a number from 0 to {MOST:g}"
