@@ -12,8 +12,10 @@ from paw.away import AwayError
 from paw.config.plugins import BUILT_IN, load
 from paw.config.sections import Config
 from paw.distributed.ranks import lost_peer, out_of_memory
-from paw.errors import UserError, describe, others_code
+from paw.errors import UserError, describe, nearest, others_code, short_repr
 from paw.rundir.log import metrics_problem
+
+HOOKS = ("on_start", "on_update", "on_evaluation", "on_end")
 
 
 class HookedRun(Protocol):
@@ -62,10 +64,23 @@ def _make_callback(name: str) -> Any:
         plugin = load("callbacks", name)
     except UserError as error:
         raise UserError(f"run.callbacks: {error}") from error
-    if not isinstance(plugin, type):
-        return plugin
-    with user_code(f"run.callbacks = '{name}'"):
-        return plugin()
+    callback = plugin
+    if isinstance(plugin, type):
+        with user_code(f"run.callbacks = '{name}'"):
+            callback = plugin()
+    if name not in BUILT_IN["callbacks"]:
+        _check_hooks(callback)
+    return callback
+
+
+def _check_hooks(callback: Any) -> None:
+    """Raise UserError if a callback has no hook, so that nothing would call it."""
+    if any(hasattr(callback, hook) for hook in HOOKS):
+        return
+    named = [name for name in dir(callback) if name.startswith("on_")]
+    hints = filter(None, (nearest(name, HOOKS) for name in named))
+    hint = next(hints, f"it may have {', '.join(HOOKS)}")
+    raise UserError(f"run.callbacks: {short_repr(callback)} has no hook: {hint}")
 
 
 def needs_tokens(callback: Any) -> bool:

@@ -240,21 +240,39 @@ class Run(Parts, RunProgress):
         self.step += 1
         self.remember_random_states()
 
-    def choose_shares(self) -> None:
-        """With rollout.curriculum, choose the shares of the environments for the next update."""
+    def note_success(self) -> None:
+        """Tell the curriculum, if there is one, the update's success."""
         environments = self.factory
         if not isinstance(environments, SeveralEnvs) or environments.curriculum is None:
             return
-        curriculum = environments.curriculum
         success: dict[str, float] = {}
         for label in environments.parts:
             if f"success/{label}" in self.metrics:
                 success[label] = self.metrics[f"success/{label}"]
-        curriculum.note(success)
-        shares = self.ranks.broadcast_from_rank0(
-            lambda: curriculum.shares(self.step), dict[str, float]
-        )
+        environments.curriculum.note(success)
+
+    def choose_shares(self) -> None:
+        """With rollout.curriculum, choose the shares of the environments for the next update.
+
+        The update before must be over, so that it is saved if the curriculum fails.
+        """
+        environments = self.factory
+        if not isinstance(environments, SeveralEnvs) or environments.curriculum is None:
+            return
+        curriculum = environments.curriculum
+        try:
+            shares = self.ranks.broadcast_from_rank0(
+                lambda: curriculum.shares(self.step), dict[str, float]
+            )
+        except UserError as error:
+            raise TrainingStopped(str(error)) from error  # of all ranks, which save the update
         environments.shares.choose(self.step, shares)
+
+    def make_up_for_shares(self) -> None:
+        """Choose the shares of the next update if the curriculum failed to when it was due."""
+        if isinstance(self.factory, SeveralEnvs) and self.factory.lacks_shares:
+            self.factory.lacks_shares = False
+            self.choose_shares()
 
     def remember_random_states(self) -> None:
         self.random_states = capture_random_states()

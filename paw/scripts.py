@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from paw.cli import exit_code, split_overrides
 from paw.config.recipe import load_named
 from paw.config.sections import Config
-from paw.errors import UserError, clean
+from paw.errors import UserError, clean, short_repr
 
 KEY = re.compile(r"[a-z_]+(\.\w[\w.-]*)+=")
 """Start of an override without dashes, `optim.lr=1e-4`."""
@@ -69,6 +69,11 @@ def overrides_of(words: Sequence[str]) -> dict[str, str]:
     >>> overrides_of(["run.updates=2", "--optim.lr", "1e-4"])
     {'run.updates': '2', 'optim.lr': '1e-4'}
     """
+    if isinstance(words, str) or not all(isinstance(word, str) for word in words):
+        raise UserError(
+            f"words = {short_repr(words)}: they must be a list of texts, "
+            "such as ['--optim.lr', '1e-4']"
+        )
     options = [f"--{word}" if KEY.match(word) else word for word in words]
     others, overrides = split_overrides(options)
     if others:

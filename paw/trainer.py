@@ -59,6 +59,7 @@ def train(
         with closing(run.make_rollouts()) as rollouts:
             push_weights(run.policy.lm, run.engine, version=run.step, dtype=run.policy.dtype)
             run.catch_up_on_evaluation(rollouts)
+            run.make_up_for_shares()
             while run.step < config.run.updates and not run.stop_requested():
                 update(run, rollouts)
         return run.finish()
@@ -75,10 +76,11 @@ def update(run: Run, rollouts: RolloutSource) -> None:
     if not learn(run, groups):  # servers with stale weights were excluded
         return update(run, rollouts)
     run.count_update()
-    run.choose_shares()
     with run.stage("sync"):
         push_weights(run.policy.lm, run.engine, version=run.step, dtype=run.policy.dtype)
 
+    run.note_success()
+    run.choose_shares()
     run.end_update(rollouts, tokens=stats.prompt_tokens + stats.response_tokens)
     if run.log:
         for warning in alarms(run.log.history, run.config, reward_max=run.factory.reward_max):

@@ -73,6 +73,7 @@ class Command:
             async with self._gateway.session(session.complete) as (url, key):
                 task = self._describe_task(env)
                 end = await self._run(task, session, url=url, key=key, model=model)
+                session.end()
         try:
             rewards = model.config.reward_types(env.episode.trajectory.task.env)
             result = self._result(end, session, needs_reward="env" in rewards)
@@ -120,13 +121,15 @@ class Command:
         If the program failed because its context was full or its turns were used up, the reward
         is 0. Raises ContextFull or EnvironmentFailure, which say why there is no result.
         """
+        if not session.turns and session.too_long:
+            raise EnvironmentFailure(f"agent.command: {session.too_long}")
         if not session.turns:
             raise EnvironmentFailure(
                 f"agent.command ended without asking the model{_because(end)}; "
                 "does it use OPENAI_BASE_URL?"
             )
         if end.problem:
-            if session.is_context_full:
+            if session.too_long:
                 raise ContextFull(end.problem)
             if session.is_at_limit:
                 return Result(reward=0.0)

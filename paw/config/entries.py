@@ -129,7 +129,7 @@ class Entry(Section):
                 "give it a label of at most 40 letters, digits, - and _, which is not 'all' or "
                 "'mean' and does not begin with the word low or high"
             )
-            raise problem("label", reason, (*location, "label"), label or table.get(key))
+            raise problem("label", reason, (*location, "label"), table.get("label", table.get(key)))
         own_values = {name: value for name, value in table.items() if name in cls.own_keys()}
         other_values = {name: value for name, value in table.items() if name not in own_values}
         location = (cls.LIST, label)

@@ -36,6 +36,8 @@ LARGEST = 1_000_000
 """Maximum number of bytes of a recipe."""
 HIGH_LR = 1e-4
 """Higher learning rates cause a warning, unless the model is the quickstart's or has adapters."""
+WARMUP = "warmup.json"
+"""File in the folder of a model that the warm-up has made."""
 FAR = 100.0
 """If a clip and its default differ by more than this factor, it seems meant for another loss."""
 NO_PASSWORD = re.compile(rf"://[^\s/?#@:]*:{re.escape(HIDDEN)}@")
@@ -97,6 +99,16 @@ def load_named(recipe: str | Path | Config, overrides: dict[str, Any]) -> Config
         return config
     run = config.run.model_copy(update={"name": Path(recipe).stem})
     return config.model_copy(update={"run": run})
+
+
+def check_config(config: object, function: str) -> None:
+    """Raise UserError if the argument of a function of `paw` is no configuration."""
+    if isinstance(config, Config):
+        return
+    recipe = short_repr(config) if isinstance(config, str | Path) else "RECIPE"
+    raise UserError(
+        f"{function}: {short_repr(config)} is no configuration; write {function}(paw.load({recipe}))"
+    )
 
 
 def override(
@@ -292,7 +304,8 @@ def check_passwords(config: Config) -> None:
 def warnings(config: Config) -> list[str]:
     """Return a line for each setting that is probably a mistake."""
     lines = _clip_warnings(config)
-    is_pretrained = config.model.path != "quickstart"
+    path = config.model.path
+    is_pretrained = path != "quickstart" and not (Path(path).expanduser() / WARMUP).is_file()
     if is_pretrained and not config.lora.rank and config.optim.lr > HIGH_LR:
         lines.append(
             f"warning: optim.lr = {config.optim.lr:g} is high for a pretrained model, which it may "

@@ -1,6 +1,6 @@
 """A curriculum: a user's function chooses how much of each update each environment gets."""
 
-import math
+import numbers
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +10,8 @@ from paw.errors import UserError, clean, others_code, short_repr
 
 WINDOW = 10
 """Updates that a success is the mean of."""
+MOST = 1e12
+"""Largest share."""
 
 
 class Curriculum:
@@ -67,11 +69,11 @@ class Curriculum:
                 f"the [[envs]] are {', '.join(self._recent)}"
             )
         for label, share in shares.items():
-            is_number = isinstance(share, int | float) and math.isfinite(share)
-            if not is_number or share < 0:
+            is_number = isinstance(share, numbers.Real)
+            if not is_number or not 0 <= share <= MOST:  # pyright: ignore[reportOperatorIssue]
                 raise UserError(
                     f"{self._origin} returned {short_repr(share)} as the share of '{label}', which "
-                    "is not a number from 0 on"
+                    f"is not a number from 0 to {MOST:g}"
                 )
         if not sum(shares.values()) > 0:
             raise UserError(f"{self._origin} returned no share above 0: {short_repr(dict(shares))}")

@@ -37,6 +37,8 @@ class SeveralEnvs(TaskChooser):
         self.parts = dict(parts)
         self.shares = shares
         self.curriculum = curriculum
+        self.lacks_shares = False
+        """Whether the curriculum failed to choose the shares of the update that comes next."""
         factories = [part.factory for part in self.parts.values()]
         self.name = " + ".join(self.parts)
         self.reward_max = max(factory.reward_max for factory in factories)
@@ -84,7 +86,10 @@ class SeveralEnvs(TaskChooser):
         """
         if self.curriculum is None:
             return None
-        return self.shares.state(step, count) | {"success": self.curriculum.state()}
+        return self.shares.state(step, count) | {
+            "success": self.curriculum.state(),
+            "chosen": step == 0 or self.shares.is_chosen(step),
+        }
 
     def load_state(self, state: Mapping[str, Any], step: int, count: int) -> None:
         """Load a saved state.
@@ -95,6 +100,7 @@ class SeveralEnvs(TaskChooser):
         if self.curriculum is not None:
             self.curriculum.load_state(state["success"])
             self.shares.load_state(state, step, count)
+            self.lacks_shares = not state.get("chosen", True)
 
     def tasks(self, split: str, seed: int) -> Tasks:
         raise self._refusal()

@@ -41,6 +41,10 @@ class TaskShares:
         """Set the shares of update `step` and the later ones."""
         self._chosen[step] = in_millionths(shares)
 
+    def is_chosen(self, step: int) -> bool:
+        """Whether `choose` was called for update `step`."""
+        return step in self._chosen
+
     def of(self, step: int) -> dict[str, int]:
         """Return the shares of update `step`, in millionths."""
         chosen = [update for update in self._chosen if update <= step]

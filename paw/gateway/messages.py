@@ -169,11 +169,14 @@ def _parse_messages(messages: Any) -> list[Message]:
 def _parse_message(message: Any, names: dict[str, str]) -> Message:
     """Return a message. `names` has the tools' names by the ids of earlier calls."""
     role = message.get("role") if isinstance(message, dict) else None
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"the role is {short_repr(role)}; it must be one of {', '.join(ROLES)}")
     parsed: Message = {"role": ROLES[role], "content": text_of(message.get("content"))}
     if role == "assistant" and message.get("tool_calls"):
-        parsed["tool_calls"] = [_parse_call(tool_call) for tool_call in message["tool_calls"]]
+        tool_calls = message["tool_calls"]
+        if not isinstance(tool_calls, list):
+            raise ValueError(f"tool_calls is {short_repr(tool_calls)}; it must be a list")
+        parsed["tool_calls"] = [_parse_call(tool_call) for tool_call in tool_calls]
         for tool_call in parsed["tool_calls"]:
             names[tool_call["id"]] = tool_call["function"]["name"]
     if role == "tool":
@@ -193,7 +196,7 @@ def _parse_call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
         raise ValueError(
@@ -219,8 +222,11 @@ def _parse_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _parse_stop(stop: Any) -> list[str]:
-    stop_strings = [stop] if isinstance(stop, str) else list(stop or [])
-    if not all(isinstance(stop_string, str) and stop_string for stop_string in stop_strings):
+    if stop is None:
+        return []
+    stop_strings = [stop] if isinstance(stop, str) else stop
+    is_list = isinstance(stop_strings, list)
+    if not is_list or not all(isinstance(string, str) and string for string in stop_strings):
         raise RequestError(
             f"stop is {short_repr(stop)}; it must be a text or a list of texts", param="stop"
         )

@@ -13,7 +13,7 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
-from paw.errors import needed, short_repr
+from paw.errors import clean, needed, short_repr
 from paw.gateway.messages import (
     NO_RESPONSES,
     ChatAnswer,
@@ -133,6 +133,8 @@ class Gateway:
             return self._web.json_response(
                 text=to_json(error.body()), status=error.status, headers=NO_RETRY
             )
+        except self._web.RequestPayloadError as error:
+            refusal = RequestError(f"the body cannot be read: {clean(error)}")
         except self._web.HTTPException as error:
             refusal = RequestError(error.reason, status=error.status)
         except Exception as error:
@@ -189,6 +191,8 @@ async def _json_of(http: Any) -> Any:
         return await http.json()
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
+    except LookupError as error:  # the charset in its header
+        raise RequestError(f"the body cannot be read: {error}") from None
 
 
 def _api_key(http: Any) -> str:

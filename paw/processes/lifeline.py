@@ -10,9 +10,15 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal to send when the parent ends."""
+MARK = "PAW_PROGRAM"
+"""Variable whose value all processes of a program have in common, wherever they have gone."""
+ROUNDS = 100
+"""Times that processes with the mark are looked for, since those that live may start others."""
+PAUSE_S = 0.01
 MOST_DESCRIPTORS = 1024
 """Descriptors that a forked process inherits are below this number."""
 WATCH_S = 1.0
@@ -38,7 +44,7 @@ def end_group_with_this() -> None:
     """Make all processes that this one starts end with it, even after kill -9. Linux only.
 
     This process must lead a process group. A separate process waits for it to end and then kills
-    the group. It does not reach processes that have left the group. The waiting process is not a
+    the group, and processes that have left the group if they have this one's MARK. The waiting process is not a
     child of this one, so it does not hold up code that waits for any child. Call this before there
     are threads, because it forks.
     """
@@ -51,12 +57,13 @@ def end_group_with_this() -> None:
         os.waitpid(child, 0)
         return
     if os.fork() == 0:
-        _kill_group_after(leader)
+        _kill_after(leader)
     os._exit(0)
 
 
-def _kill_group_after(leader: int) -> None:
-    """Kill the group of process `leader`, including this process, once `leader` has ended."""
+def _kill_after(leader: int) -> None:
+    """Kill what process `leader` has started, once it has ended."""
+    os.setsid()  # or it would be killed with the group
     os.closerange(0, MOST_DESCRIPTORS)  # another process may be waiting for them to close
     try:
         ended = os.pidfd_open(leader)
@@ -66,7 +73,39 @@ def _kill_group_after(leader: int) -> None:
         os._exit(0)
     else:
         select.select([ended], [], [])
-    os.killpg(leader, signal.SIGKILL)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    mark = os.environ.get(MARK)
+    for _ in range(ROUNDS if mark else 0):
+        marked = _processes_with(f"{MARK}={mark}".encode())
+        for pid in marked:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not marked:
+            break
+        time.sleep(PAUSE_S)
+
+
+def _processes_with(variable: bytes) -> list[int]:
+    """Return the other processes in whose environment this "NAME=value" is."""
+    pids: list[int] = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):  # another user's, or it has just ended
+                if variable in _content(f"/proc/{entry.name}/environ").split(b"\0"):
+                    pids.append(int(entry.name))
+    return pids
+
+
+def _content(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        parts: list[bytes] = []
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
 
 
 def _watch(parent: int) -> None:

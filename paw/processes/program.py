@@ -5,6 +5,7 @@ It and everything that it starts end with it, and with this process (Linux), eve
 
 import asyncio
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -49,7 +50,7 @@ async def run_program(
 
     `variables` are its environment, and `stdin` is what it can read. Raises the exception of
     `interrupt` as soon as that is set, and OSError if no process can be started. Whatever happens,
-    no process of its group is left.
+    no process of its group is left, and soon none that has left the group with its variables.
     """
     process = _start(words, variables=variables, stdin=stdin)
     assert process.stdout is not None and process.stderr is not None
@@ -94,7 +95,7 @@ def _start(
             stdin=task_file,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=dict(variables),
+            env={**variables, lifeline.MARK: secrets.token_hex(16)},
             start_new_session=True,
             bufsize=0,
         )

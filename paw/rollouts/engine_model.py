@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paw.config.sections import Config
-from paw.errors import EnvironmentFailure
 from paw.rollouts.continuation import (
     Continuation,
     Prompt,
@@ -17,7 +16,13 @@ from paw.rollouts.continuation import (
 )
 from paw.rollouts.engines.base import Completion, Engine
 from paw.rollouts.episode import EnvHandle, Episode, Model, Response, Stop, Tools
-from paw.rollouts.text.chat import Chat, Context, ContextFull, context_text
+from paw.rollouts.text.chat import (
+    Chat,
+    Context,
+    ContextFull,
+    FirstPromptTooLong,
+    context_text,
+)
 from paw.rollouts.text.marks import conversation, stands_for
 from paw.rollouts.text.stops import StopStrings, text_before
 from paw.types import Reply, Turn, as_ids, as_values
@@ -163,8 +168,8 @@ class EngineModel(Model):
 
         It follows the response that it `continues`, or a conversation and its `continuation`, or it
         is rendered in full. A single message is cut to rollout.max_prompt_tokens. For anything else
-        that is too long, raises ContextFull, or EnvironmentFailure if it is the first prompt of a
-        conversation.
+        that is too long, raises ContextFull, or FirstPromptTooLong if it is the episode's first
+        prompt.
         """
         limit = self.config.rollout.max_prompt_tokens
         if continues is None and isinstance(context, str) and not self.tools:
@@ -183,7 +188,7 @@ class EngineModel(Model):
             prompt = Prompt(prompt_ids, self._chat.opened)
             is_first_turn = not self.episode.trajectory.turns
             if len(prompt_ids) > limit and is_first_turn:
-                raise EnvironmentFailure(
+                raise FirstPromptTooLong(
                     f"rollout.max_prompt_tokens = {limit}, the first prompt has {len(prompt_ids)}; "
                     "raise it: conversations are not cut"
                 )

@@ -122,6 +122,8 @@ class Rollouts:
         self._judges = Threads(config.env.threads, config.env.step_timeout_s)
         self._patient_judges = Threads(config.env.threads)
         """For rewards that limit their own time."""
+        self.is_stepping = False
+        """Whether the engine is in a step, which may take as long as a batch of answers."""
         self._cut_is_reported = False
         self._state = PlayState()
 
@@ -523,7 +525,11 @@ class Rollouts:
             state.in_flight[queued.request.key] = queued.completion
         state.queue.clear()
 
-        completions = self.engine.step()
+        self.is_stepping = True
+        try:
+            completions = self.engine.step()
+        finally:
+            self.is_stepping = False
         for completion in completions:
             future = state.in_flight.pop(completion.key, None)
             if future is None or future.done():

@@ -28,7 +28,7 @@ from paw.gateway.messages import (
 )
 from paw.gateway.server import Incoming
 from paw.rollouts.episode import EnvHandle, Model, Response
-from paw.rollouts.text.chat import ContextFull
+from paw.rollouts.text.chat import ContextFull, FirstPromptTooLong
 from paw.types import Reply, Turn
 
 LARGE = 100_000
@@ -81,8 +81,9 @@ class Session:
         """Gets the exception if the episode cannot go on."""
         self.is_at_limit = False
         """Whether a request was refused because of env.max_turns."""
-        self.is_context_full = False
-        """Whether a request was refused because its prompt is too long."""
+        self.too_long = ""
+        """Why a prompt was refused as too long; "" if none was."""
+        self._has_ended = False
         self._env = env
         self._model = model
         self._config: Config = model.config
@@ -105,13 +106,8 @@ class Session:
                 return await self._answer(request, tools, incoming)
             except RequestError:
                 raise
-            except ContextFull as error:
-                self.is_context_full = True
-                raise RequestError(
-                    f"this is more than the model's maximum context length ({error})",
-                    param="messages",
-                    code="context_length_exceeded",
-                ) from None
+            except (ContextFull, FirstPromptTooLong) as error:
+                raise self._refuse_length(str(error)) from None
             except asyncio.CancelledError:
                 raise
             except BaseException as error:
@@ -119,6 +115,10 @@ class Session:
                     self.failed.set_exception(error)
                     self.failed.exception()  # asyncio need not report it
                 raise RequestError(problem_of(error), status=500) from None
+
+    def end(self) -> None:
+        """Answer no more requests. An answer that is on its way is no turn of the episode."""
+        self._has_ended = True
 
     @property
     def turns(self) -> list[Turn]:
@@ -131,15 +131,20 @@ class Session:
         """
         limit = self._env.config.max_text
         if sum(len(message["content"]) for message in request.messages) > limit:
-            self.is_context_full = True
-            raise RequestError(
-                "this is more than the model's maximum context length "
-                f"(env.max_text = {limit} characters)",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            raise self._refuse_length(f"env.max_text = {limit} characters")
+
+    def _refuse_length(self, reason: str) -> RequestError:
+        """Return the refusal of a prompt that is too long."""
+        self.too_long = reason
+        return RequestError(
+            f"this is more than the model's maximum context length ({reason})",
+            param="messages",
+            code="context_length_exceeded",
+        )
 
     def _check_may_go_on(self) -> None:
+        if self._has_ended:
+            raise RequestError("the episode has ended", status=404)
         if self.failed.done():
             raise RequestError("the episode has failed", status=500)
         if len(self.turns) >= self._config.env.max_turns:
@@ -167,6 +172,9 @@ class Session:
         response = await self._model.generate(
             read, stop=request.stop, tools=tools, max_tokens=request.max_tokens
         )
+        if self._has_ended:
+            self._model.take_back()
+            raise RequestError("the episode has ended", status=404)
         if not incoming.is_open():
             # Nobody reads this answer. The client may ask again.
             self._model.take_back()

@@ -59,6 +59,9 @@ def changes(directory: Path, config: Config) -> list[str]:
     for key in sorted((recorded.keys() | current.keys()) - {"run.name", "run.dir"}):
         old = recorded.get(key, defaults.get(key))
         new = current.get(key, defaults.get(key))
+        if key == "env.name":
+            old = old if key in recorded else _environments(recorded, old)
+            new = new if key in current else _environments(current, new)
         belongs_to_new_plugin = key not in recorded and key not in defaults and not _in_list(key)
         if old == new or belongs_to_new_plugin:
             continue
@@ -88,6 +91,12 @@ def _by_entry(flat: Flat) -> Flat:
     for name, kind in ENTRIES.items():
         single |= by_label(kind, single.pop(name, []))
     return single
+
+
+def _environments(flat: Flat, default: Any) -> Any:
+    """Return the environments of a configuration without env.name: those of [[envs]], if any."""
+    labels = {key.split(".")[1]: None for key in flat if key.startswith("envs.")}
+    return f"[[envs]] {', '.join(labels)}" if labels else default
 
 
 def _in_list(key: str) -> bool:

@@ -82,9 +82,9 @@ def _write(text: str) -> None:
 class StopSignal:
     """The first SIGTERM, SIGINT or SIGHUP sets `requested`, and a second one ends the process.
 
-    It is a context manager for the main thread only. A second SIGHUP does not end the process,
-    because a closed terminal causes two, one from the shell and one from the kernel. An ignored
-    signal (nohup) stays ignored.
+    It is a context manager, which does nothing in a thread other than the main one. A second SIGHUP
+    does not end the process, because a closed terminal causes two, one from the shell and one from
+    the kernel. An ignored signal (nohup) stays ignored.
 
     Ranks get the signal at different moments, so they agree on the flag before they act on it. If
     the main thread is in a call that does not return, such as a collective one, a thread or the
@@ -104,6 +104,8 @@ class StopSignal:
         """The end of a pipe to which Python writes the numbers of signals."""
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python has signal handlers in the main thread alone
         for number in STOPS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._earlier_handlers[number] = signal.signal(number, self._on_first_signal)
@@ -117,6 +119,8 @@ class StopSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self not in _active:
+            return
         _active.remove(self)
         if self._wakeup_fd is not None:
             signal.set_wakeup_fd(self._earlier_wakeup_fd)

@@ -17,7 +17,7 @@ import openai
 import pytest
 import templates
 from jsonl import write_jsonl
-from processes import wait_until
+from processes import is_alive, wait_until
 from test_conversations import TOKENIZERS
 from toyworld import Scripted, make_chat, make_engine, make_model
 
@@ -28,10 +28,11 @@ from paw.envs.tools import checked_tools
 from paw.errors import UserError
 from paw.gateway import server
 from paw.gateway.messages import RequestError, parse_request
-from paw.gateway.server import Gateway
+from paw.gateway.server import Gateway, Incoming
 from paw.processes.program import run_program
 from paw.rollouts.engine_model import EngineModel
 from paw.rollouts.engines.base import Completion
+from paw.rollouts.engines.transformers import TransformersEngine
 from paw.rollouts.episode import Episode
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.session import Notes, Session
@@ -196,6 +197,10 @@ def test_limits_of_a_request_and_of_an_episode(config):
     async def agent(client, env):
         ask = partial(client.chat.completions.create, model="any")
         choices = []
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(messages=[{"role": "user", "content": "long " * 200}])
+        assert refused.value.code == "context_length_exceeded"
+        assert "the first prompt has" in str(refused.value)
         for options in ({"max_tokens": 2}, {"max_completion_tokens": 100}, {}):
             answer = await ask(messages=[QUESTION], **options)
             choices.append(answer.choices[0])
@@ -243,6 +248,34 @@ def test_an_answer_that_nobody_reads_is_no_turn(config):
     assert len(trajectory.turns) == 1
 
 
+def test_an_answer_that_comes_after_the_end_is_no_turn(config):
+    """For example to a process that outlives the program that started it."""
+
+    async def run(env, model):
+        await env.reset()
+        session = Session(env, model, Notes())
+        incoming = Incoming({"messages": [QUESTION]}, is_open=lambda: True)
+        await session.complete(incoming)
+        late = [asyncio.ensure_future(session.complete(incoming)) for _ in range(2)]
+        await asyncio.sleep(0)
+        session.end()
+        env.finish(reward=1.0, won=True, score=1.0)
+        for answer in late:
+            with pytest.raises(RequestError, match="the episode has ended"):
+                await answer
+
+    settings = config()
+    engine = Scripted(QWEN3, lambda prompt: "yes")
+    rollouts = Rollouts(make_factory(settings), engine, QWEN3, settings, agent=run)
+    groups, stats = rollouts.play_tasks(
+        rollouts.tasks(0, 1), group_size=1, temperature=1.0, seed=0, stream="t"
+    )
+    rollouts.close()
+    assert not stats.failures, stats.failures
+    (turn,) = groups[0].trajectories[0].turns
+    assert turn.outcome.reward == 1.0
+
+
 def test_a_hostile_request_is_answered_and_the_next_one_is_served(config, monkeypatch):
     monkeypatch.setattr(server, "MAX_BYTES", 50_000)
 
@@ -258,7 +291,9 @@ def test_a_hostile_request_is_answered_and_the_next_one_is_served(config, monkey
         assert await status(b"\xff\x00") == 400
         assert await status(json.dumps({"messages": ["x" * 60_000]})) == 413
         assert await status("{}", url.replace("paw-", "paw-0")) == 404, "a forged session"
-        assert await status(json.dumps({"messages": [{"role": ["user"]}]})) >= 400
+        assert await status(json.dumps({"messages": [{"role": ["user"]}]})) == 400
+        for header in ({"Content-Type": "a/b; charset=none"}, {"Content-Encoding": "gzip"}):
+            assert (await client._client.post(url, content="{}", headers=header)).status_code == 400
         body = {"messages": [QUESTION], "stream": True, "stream_options": "yes"}
         assert (await client._client.post(url, json=body)).status_code == 200
 
@@ -308,8 +343,28 @@ def test_a_failing_engine_is_an_error_of_the_server_and_leaves_no_turn(config):
             "messages[0]",
             "not a JSON object",
         ),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0]", "role is ['user']"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": 5}]},
+            "messages[0]",
+            "tool_calls is 5; it must be a list",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "a", "arguments": "[" * 100_000}}],
+                    }
+                ]
+            },
+            "messages[0]",
+            "not a JSON object",
+        ),
         ({"n": 2}, "n", "only n = 1"),
         ({"stop": [1]}, "stop", "must be a text"),
+        ({"stop": 1}, "stop", "must be a text"),
+        ({"stop": {"a": 1}}, "stop", "must be a text"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"tools": [{"type": "custom"}]}, "tools", "'function'"),
         ({"functions": [{"name": "a"}]}, "functions", "use tools"),
@@ -416,17 +471,18 @@ def test_a_program_ends_with_the_process_that_started_it(tmp_path):
         from paw.processes.program import run_program
         async def main():
             never = asyncio.get_running_loop().create_future()
-            words = ["sh", "-c", "echo $$ > pid; sleep 1000 & wait"]
+            words = ["sh", "-c", "setsid sleep 1000 & echo $! $$ > pid; sleep 1000 & wait"]
             await run_program(words, variables=os.environ, stdin="", timeout_s=99, interrupt=never)
         asyncio.run(main())
     """)
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
     pid_file = tmp_path / "pid"
     wait_until(lambda: pid_file.exists() and pid_file.read_text().strip())
-    group = int(pid_file.read_text())
+    daemon, group = map(int, pid_file.read_text().split())
+    wait_until(lambda: os.getsid(daemon) == daemon)
     process.kill()
     process.wait()
-    wait_until(lambda: not _is_alive(group), seconds=30)
+    wait_until(lambda: not (_is_alive(group) or is_alive(daemon)), seconds=30)
 
 
 def _is_alive(group):
@@ -569,32 +625,54 @@ def test_sessions_are_recorded_by_hand(config, tmp_path, monkeypatch):
     }
 
 
-def test_serve_gateway_answers_until_ctrl_c_and_keeps_open_sessions(tiny_llm, paw_here, tmp_path):
-    """With the recipe own-agent, which names no program: whoever asks is the agent."""
+def test_serve_gateway_answers_until_ctrl_c_and_keeps_open_sessions(
+    tiny_llm, paw_here, tmp_path, monkeypatch
+):
+    """With the recipe own-agent, which names no program: whoever asks is the agent. An answer that
+    is being written is not waited for."""
     model = tiny_llm(tmp_path / "model")
     out = tmp_path / "sessions.jsonl"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     serving = threading.Event()
+    writing = threading.Event()
     contents = []
+    step = TransformersEngine.step
+
+    def noted_step(engine):
+        writing.set()
+        return step(engine)
 
     def ask():
         url = f"http://127.0.0.1:{port}/monday/v1"
         try:
             wait_until(lambda: _listens(port))
             with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
-                answer = client.chat.completions.create(model="any", messages=[QUESTION])
+                create = partial(client.chat.completions.create, model="any", messages=[QUESTION])
+                answer = create(max_tokens=3)
                 contents.append(answer.choices[0].message.content)
                 assert [listed.id for listed in client.models.list()] == [str(model)]
                 with pytest.raises(openai.InternalServerError, match="does not support tools"):
-                    client.chat.completions.create(model="any", messages=[QUESTION], tools=[ADD])
+                    create(tools=[ADD])
+                writing.clear()
+                monkeypatch.setattr(TransformersEngine, "step", noted_step)
+                stopper = threading.Thread(target=stop_while_it_writes, daemon=True)
+                stopper.start()
+                with pytest.raises(openai.OpenAIError):
+                    create()
+                stopper.join()
         finally:
             if serving.is_set():
                 os.kill(os.getpid(), signal.SIGINT)
 
+    def stop_while_it_writes():
+        writing.wait(60)
+        serving.clear()
+        os.kill(os.getpid(), signal.SIGINT)
+
     settings = {
         "engine.type": "transformers", "model.dtype": "float32", "run.threads": 1,
-        "rollout.max_prompt_tokens": 500, "rollout.max_response_tokens": 3,
+        "rollout.max_prompt_tokens": 500, "rollout.max_response_tokens": 3000,
     }  # fmt: skip
     serving.set()
     thread = threading.Thread(target=ask, daemon=True)

@@ -232,10 +232,9 @@ def test_tools_have_their_schemas_whatever_a_server_calls_them(server, key):
 
 @pytest.fixture
 def counted():
-    """`counted(n)` is the URL of a server whose splits train and test have `n` tasks, as JSON. It
-    plays none of them."""
+    """`counted(n)` is the URL of a server whose splits, train and test or those named, have `n`
+    tasks, as JSON. It plays none of them."""
     answers = {"/schema": json.dumps(SCHEMA), "/list_environments": '["e"]'}
-    answers["/e/splits"] = '[{"name": "train"}, {"name": "test"}]'
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -254,7 +253,8 @@ def counted():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
-    def url(number):
+    def url(number, splits=("train", "test")):
+        answers["/e/splits"] = json.dumps([{"name": split} for split in splits])
         answers["/e/num_tasks"] = f'{{"num_tasks": {number}}}'
         return f"http://127.0.0.1:{server.server_port}"
 
@@ -269,6 +269,26 @@ def factory_of(url):
 
 def indices_of(tasks):
     return [task.payload["index"] for task in tasks]
+
+
+@pytest.mark.parametrize(
+    ("splits", "chosen"),
+    [
+        (("train", "valid_unseen"), "valid_unseen"),  # as `paw serve env alfworld` has
+        (("train", "valid_unseen", "more", "test"), "test"),
+        (("more", "train"), "more"),
+        (("train", "some", "more"), r"eval_split is not set: http\S+ has some, more; name one"),
+        (("train",), "has no split 'test'; env.train_split and env.eval_split can be train"),
+    ],
+)
+def test_the_split_to_evaluate_on_is_found(counted, splits, chosen):
+    url = counted("30", splits)
+    if chosen not in splits:
+        with pytest.raises(UserError, match=chosen):
+            factory_of(url)
+        return
+    (task,) = eval_tasks(factory_of(url), "auto", 1, 0)
+    assert task.payload["split"] == chosen
 
 
 @pytest.mark.parametrize("number", ["10000000000", "1" + "0" * 400])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import paw
+from paw.errors import UserError
 
 
 def run(monkeypatch, main, *words):
@@ -29,6 +30,19 @@ def test_words_set_keys_after_the_programs_own_changes():
     assert derived.run.seed == 6
     assert derived.run.name == "second"
     assert config.run.name == "quickstart"
+
+
+def test_what_is_no_configuration_and_no_words_is_named():
+    for words in ("--optim.lr 1", ["--optim.lr", 1]):
+        with pytest.raises(UserError, match="they must be a list of texts"):
+            paw.load("quickstart", words)
+    for function in (paw.train, paw.warmup):
+        with pytest.raises(UserError, match=r"write paw\.\w+\(paw\.load\('quickstart'\)\)"):
+            function("quickstart")
+        with pytest.raises(UserError, match=r"None is no configuration; .*\(paw\.load\(RECIPE"):
+            function(None)
+    with pytest.raises(UserError, match="resume = True: it must be 'auto', or the name"):
+        paw.train(paw.load("quickstart"), resume=True)
 
 
 def test_a_model_is_made_unless_words_name_one():

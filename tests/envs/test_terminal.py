@@ -228,6 +228,18 @@ def test_files_are_read_without_leaving_the_folder(tmp_path):
     assert folder.is_within(LIMITS)
     folder.write("/task/big", bytes(9 << 20))
     assert not folder.is_within(LIMITS)
+    folder.clear()
+
+    assert folder.is_within(LIMITS)
+    inner = os.open(folder.path("/task"), os.O_RDONLY)
+    for _ in range(2100):  # deeper than a path and than Python's stack may be
+        os.mkdir("d", dir_fd=inner)
+        outer, inner = inner, os.open("d", os.O_RDONLY, dir_fd=inner)
+        os.close(outer)
+    os.close(inner)
+    assert not folder.is_within(LIMITS)
+    sandbox.remove(folder.root)
+    assert not folder.root.exists()
 
 
 # ---- generated tasks and prompts
@@ -507,7 +519,7 @@ def test_what_needs_an_image_is_refused_in_one_line(data, monkeypatch, dockerfil
         (data / "harbor" / "tests" / "test.sh").write_text(script)
     with pytest.raises(UserError, match=f"1 of 1 tasks cannot be played.*harbor.*{why}.*container"):
         load_data(data)
-    image = load_data(data, container="docker run {image}")
+    image = load_data(data, container="env run {image}")
     assert image.tasks("train", 0)
 
 
@@ -532,6 +544,16 @@ def test_a_task_that_cannot_be_read_is_named(data, file, content, why):
     with pytest.raises(UserError, match=why) as raised:
         folders.load(data / file.partition("/")[0])
     assert str(data) in str(raised.value)
+
+
+def test_a_task_larger_than_the_limit_is_refused_and_names_may_be_any_bytes(data, monkeypatch):
+    monkeypatch.setattr(sandbox, "problem", lambda: "")
+    (data / "own" / "files" / os.fsdecode(b"\xff")).write_text("x")
+    assert load_data(data).fingerprint()
+    with (data / "own" / "files" / "big").open("wb") as file:
+        file.truncate(9 << 20)
+    with pytest.raises(UserError, match=r"own: its files hold 9 MiB, more than env\.disk_mib = 8"):
+        load_data(data, disk_mib=8)
 
 
 def test_scores_are_numbers_within_zero_and_one():
@@ -566,7 +588,12 @@ def test_without_a_sandbox_the_fix_is_told(monkeypatch, tmp_path):
         ({"kinds": []}, "env.kinds is empty"),
         ({"readable": ["/nosuch"]}, "env.readable: there is no folder /nosuch"),
         ({"container": "docker run x"}, "mount them: -v {folder}:/task"),
-        ({"container": "docker 'run"}, "No closing quotation"),
+        ({"container": "docker 'run {folder}"}, "No closing quotation"),
+        ({"container": "nosuch run {folder}"}, "env.container = .*there is no program 'nosuch'"),
+        (
+            {"container": "env -v {folder}", "container_stop": "nosuch kill"},
+            "env.container_stop = 'nosuch kill': there is no program 'nosuch'",
+        ),
         ({"container": ""}, "env.container is empty"),
         ({"data": "/nosuch"}, "there is no folder /nosuch"),
     ],

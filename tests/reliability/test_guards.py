@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -101,6 +102,20 @@ def test_handlers_return_to_what_they_were(capfd, number):
         assert during == (signal.SIG_DFL, signal.default_int_handler)  # a second one stops at once
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert f"{number.name}: finishing this update" in capfd.readouterr().err
+
+
+def test_a_thread_trains_without_handlers():
+    before = signal.getsignal(signal.SIGINT)
+    entered = []
+
+    def enter():
+        with StopSignal() as stop:
+            entered.append((stop.requested, signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert entered == [(False, before)]
 
 
 TERMINAL = """

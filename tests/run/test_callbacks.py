@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 from toyworld import make_chat, make_engine, make_factory, practised_model
 
-from paw.config.plugins import load
+from paw.config.plugins import give, load
 from paw.config.sections import Config, ModelConfig, RolloutConfig
 from paw.envs.base import eval_tasks
 from paw.errors import UserError, progress
+from paw.hooks import make_callbacks
 from paw.model.policy import Policy
 from paw.rollouts.scheduler import Rollouts
 from paw.tools.train.callbacks import Progress, Report, sample_episode
@@ -149,3 +150,18 @@ def test_a_tracker_that_is_missing_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(UserError, match="pip install wandb"):
         load("callbacks", "wandb")()
+
+
+def test_a_callback_without_a_hook_is_named():
+    class Late:
+        def on_updates(self, run, metrics):
+            pass
+
+    for callback, hint in (
+        (Late, "did you mean 'on_update'?"),
+        (Late(), "on_update"),
+        ([], "on_start, "),
+    ):
+        with pytest.raises(UserError, match=r"run\.callbacks: .* has no hook: ") as raised:
+            make_callbacks([give(callback)])
+        assert hint in str(raised.value)

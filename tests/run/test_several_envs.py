@@ -2,6 +2,7 @@
 what resuming restores."""
 
 import json
+import sys
 
 import pytest
 import tomli_w
@@ -110,6 +111,7 @@ def test_a_saved_position_goes_on_with_the_same_tasks():
         ([{"share": 1}], "its name is missing"),
         ([{"name": "alfworl"}], "there is no 'alfworl': did you mean 'alfworld'?"),
         ([{**PICK, "label": "a.b"}], "give it a label of at most 40 letters"),
+        ([{**PICK, "label": 3}], "envs.0.label = 3: give it a label"),
         ([{**PICK, "label": "all"}], "which is not 'all' or 'mean'"),
         ([{**PICK, "label": "low_pick"}], "does not begin with the word low or high"),
         (
@@ -216,6 +218,12 @@ def test_a_recipe_with_several_is_written_and_read_again(tmp_path):
     other_game = configure({"name": "search", "label": "pick"}, LOOK)
     with pytest.raises(UserError, match=r"envs\.pick\.name = 'alfworld', not"):
         changes(tmp_path, other_game)
+    with pytest.raises(
+        UserError, match=r"trained with env\.name = '\[\[envs\]\] pick, look', not 'search'"
+    ):
+        changes(
+            tmp_path, Config.model_validate({"model": {"path": "-"}, "env": {"name": "search"}})
+        )
 
 
 def test_a_recipe_with_several_replaces_the_environment_of_its_base(tmp_path):
@@ -407,8 +415,13 @@ def test_the_adaptive_weight_uses_the_reward_max_of_each_environment():
 # --- a run
 
 
+fails_after: set[int] = set()
+
+
 def harder(step: int, success: dict[str, float]) -> dict[str, float]:
     """More of the second environment with each update, and the first one by its failures."""
+    if step in fails_after:
+        raise KeyError("nothing")
     return {"pick": 1.0 - 0.5 * success["pick"], "look": 0.5 * step}
 
 
@@ -446,7 +459,10 @@ def test_a_run_with_a_curriculum_resumes_bit_for_bit(start, tmp_path, monkeypatc
         return run, lines
 
     run, lines = train("whole", 4)
-    train("parts", 2)
+    monkeypatch.setattr(sys.modules[__name__], "fails_after", {2})
+    with pytest.raises(UserError, match=r"rollout\.curriculum = .*KeyError"):
+        train("parts", 4)
+    fails_after.clear()
     parts, resumed_lines = train("parts", 4, resume="auto")
     assert resumed_lines == lines
     weights = "hf/model.safetensors"
@@ -469,7 +485,8 @@ def test_a_run_with_a_curriculum_resumes_bit_for_bit(start, tmp_path, monkeypatc
         (3, "returned 3, not a dict of shares by label"),
         ({"pick": 1, "loook": 1}, "returned a share of 'loook'; the [[envs]] are pick, look"),
         ({"pick": -1}, "returned -1 as the share of 'pick'"),
-        ({"pick": float("nan")}, "as the share of 'pick', which is not a number from 0 on"),
+        ({"pick": float("nan")}, "as the share of 'pick', which is not a number from 0 to 1e+12"),
+        ({"pick": 10**400}, "as the share of 'pick', which is not a number from 0 to 1e+12"),
         ({"pick": 0}, "returned no share above 0"),
     ],
 )

@@ -17,6 +17,7 @@ from toyworld import ENV, corpus, make_chat, make_factory, make_model, make_toke
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.build import join_ranks
+from paw.config.recipe import load, warnings
 from paw.config.sections import Config, ModelConfig, RolloutConfig, WarmupConfig
 from paw.distributed.ranks import PeerLostError
 from paw.envs.settings import AlfworldConfig
@@ -165,6 +166,8 @@ def test_the_warm_up_needs_no_setting_of_the_runs_engine(tmp_path, monkeypatch):
     folder = ensure_warm_model(config, make_factory(max_turns=4), lambda line: None)
 
     assert json.loads((folder / "warmup.json").read_text())["steps"] == 1
+    assert not warnings(load("quickstart", {"model.path": str(folder)}))
+    assert "high for a pretrained" in warnings(load("quickstart", {"model.path": "other"}))[0]
 
 
 def two_ranks_warm_up(rank, folder):

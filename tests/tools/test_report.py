@@ -266,9 +266,15 @@ def test_a_plot_of_runs_is_drawn_as_they_go_on(tmp_path, monkeypatch):
     """Outside of a notebook it is drawn when it is saved."""
     with pytest.raises(UserError, match="draws nothing; name metrics"):
         LivePlot()
+    with pytest.raises(UserError, match=r"LivePlot: \['wm/loss'\] is no metric's name"):
+        LivePlot(["wm/loss"])
+    said = []
     plot = LivePlot("eval/success", "wm/loss")
     for name in ("first", "second"):
-        run = SimpleNamespace(directory=tmp_path / name, ranks=SimpleNamespace(first=True))
+        first = SimpleNamespace(first=True)
+        run = SimpleNamespace(
+            directory=tmp_path / name, ranks=first, failed=name == "first", say=said.append
+        )
         plot.on_start(run)
         empty = plot.png()
         run.directory.mkdir()
@@ -277,6 +283,8 @@ def test_a_plot_of_runs_is_drawn_as_they_go_on(tmp_path, monkeypatch):
         plot.on_update(run, {})
         plot.on_end(run)
         assert plot.png() != empty
+    (line,) = said
+    assert line.startswith("paw.LivePlot: this run has no metric 'wm/loss'; ")
     assert plot.save(tmp_path / "plot.png").read_bytes() == plot.png()
     with pytest.raises(UserError, match=r"cannot write .*nowhere"):
         plot.save(tmp_path / "nowhere" / "plot.png")
@@ -284,6 +292,7 @@ def test_a_plot_of_runs_is_drawn_as_they_go_on(tmp_path, monkeypatch):
 
 def test_a_metric_is_its_values_by_update(tmp_path):
     lines = [{"step": 0, "eval/success": 0.25}, {"step": 1}, {"step": 2, "eval/success": 0.5}]
+    lines[1]["eval/success"] = -1.7e308  # no plot has room for it
     write_jsonl(tmp_path / "metrics.jsonl", lines)
     assert paw.metric(tmp_path, "eval/success") == {0: 0.25, 2: 0.5}
     with pytest.raises(UserError, match="no metric 'eval/succes'; did you mean 'eval/success'"):

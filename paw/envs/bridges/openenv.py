@@ -48,6 +48,9 @@ COMMON = ("metadata", "done", "reward")
 """Fields that every action or observation may have."""
 WHOLE = "*"
 """Value of env.action_field with which the model writes the whole action, as JSON."""
+AUTO = "auto"
+EVALUATED = ("test", "validation", "valid", "dev", "eval", "valid_unseen")
+"""Splits that env.eval_split = "auto" looks for, in this order."""
 JsonObject = dict[str, Any]
 _watchers: list[subprocess.Popen[bytes]] = []
 """The processes that remove our containers. Collecting one would close its pipe, so keep all."""
@@ -58,6 +61,9 @@ class OpenenvConfig(ConversationConfig):
 
     name: str = "openenv"
     """Which environment."""
+    eval_split: str = "auto"
+    """Split to evaluate on. auto takes test, validation or valid_unseen, otherwise the server's only
+    split beside env.train_split."""
     url: list[Annotated[str, Field(pattern=r"^(https?|wss?)://[^/\s]+")]] = []
     """Servers of the same environment, which share the episodes. Give one http:// or ws:// address,
     or a list."""
@@ -138,6 +144,7 @@ class OpenenvFactory(EnvFactory):
         self._first_url = urls[0]
         self._urls = itertools.cycle(urls)
         self._server = _ask_all(urls)
+        self._eval_split = self._choose_eval_split()
         self._check_splits()
         self._check_fields()
 
@@ -162,6 +169,8 @@ class OpenenvFactory(EnvFactory):
                 "model.path = 'quickstart': openenv has no oracle to warm it up on; "
                 "use an instruct model"
             )
+        if split == AUTO:
+            split = self._eval_split
         if not self._server.splits:
             return seeds(split, seed)
 
@@ -190,9 +199,22 @@ class OpenenvFactory(EnvFactory):
         content = json.dumps([asdict(self._server), self.config.options], sort_keys=True)
         return f"openenv {hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
+    def _choose_eval_split(self) -> str:
+        if self.config.eval_split != AUTO:
+            return self.config.eval_split
+        others = [split for split in self._server.splits if split != self.config.train_split]
+        known = [split for split in EVALUATED if split in others]
+        if known or not others:
+            return (*known, "test")[0]
+        if len(others) > 1:
+            raise UserError(
+                f"env.eval_split is not set: {self._first_url} has {', '.join(others)}; name one"
+            )
+        return others[0]
+
     def _check_splits(self) -> None:
         splits = self._server.splits
-        for split in (self.config.train_split, self.config.eval_split):
+        for split in (self.config.train_split, self._eval_split):
             if splits and split not in splits:
                 raise UserError(
                     f"{self._first_url} has no split '{split}'; "

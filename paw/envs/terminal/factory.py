@@ -2,7 +2,9 @@
 
 import functools
 import hashlib
+import os
 import shlex
+import shutil
 from pathlib import Path
 
 from paw.envs.base import Endless, EnvFactory, Tasks, every_tenth
@@ -41,6 +43,8 @@ class TerminalFactory(EnvFactory):
             _check_bubblewrap()
         else:
             _check_container(config.container, needs_folder=config.data is None)
+            if config.container_stop is not None:
+                _check_program("env.container_stop", config.container_stop)
         for split in (config.train_split, config.eval_split):
             self.tasks(split, 0)
 
@@ -93,6 +97,8 @@ class TerminalFactory(EnvFactory):
         unplayable = []
         for path in paths:
             payload = folders.load(path)
+            if self.config.container is None:
+                self._check_size(path, payload)
             tasks.append(Task(path.name, payload.kind, payload))
             if payload.unplayable:
                 unplayable.append(payload)
@@ -114,6 +120,14 @@ class TerminalFactory(EnvFactory):
             )
         return tasks
 
+    def _check_size(self, path: Path, task: folders.TaskFolder) -> None:
+        """Raises UserError if a task's files alone exceed the limit."""
+        if task.size > self.config.disk_mib << 20:
+            raise UserError(
+                f"env.data: {path}: its files hold {task.size / (1 << 20):.0f} MiB, more than "
+                f"env.disk_mib = {self.config.disk_mib}"
+            )
+
 
 def _task_paths(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir() and folders.is_task(path))
@@ -123,7 +137,7 @@ def _content(task: folders.TaskFolder) -> bytes:
     """Return what decides how a task plays."""
     digest = hashlib.sha256(repr((task.name, task.instruction, task.check.command)).encode())
     for inside, path in sorted((task.files | task.check.files).items()):
-        digest.update(inside.encode() + path.read_bytes())
+        digest.update(os.fsencode(inside) + path.read_bytes())
     return digest.digest()
 
 
@@ -134,14 +148,21 @@ def _check_bubblewrap() -> None:
 
 
 def _check_container(command: str, *, needs_folder: bool) -> None:
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise UserError(f"env.container = {command!r}: {error}") from None
-    if not words:
+    if not command.strip():
         raise UserError("env.container is empty; leave it out to use bubblewrap")
     if needs_folder and "{folder}" not in command:
         raise UserError(
             f"env.container = {command!r}: generated tasks need their files in the container; "
             "mount them: -v {folder}:/task"
         )
+    _check_program("env.container", command)
+
+
+def _check_program(key: str, command: str) -> None:
+    """Raise UserError unless the command's first word is a program of this machine."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UserError(f"{key} = {command!r}: {error}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise UserError(f"{key} = {command!r}: there is no program '{words[0] if words else ''}'")

@@ -60,6 +60,12 @@ class TaskFolder(NamedTuple):
     unplayable: str
     """Why it cannot be played without an image of its own, or ""."""
 
+    @property
+    def size(self) -> int:
+        """Bytes of its files, those of the check included."""
+        files = [*self.files.values(), *self.check.files.values()]
+        return sum(file.stat().st_size for file in files)
+
     def fill(self, folder: Folder) -> None:
         """Copy the files to a new folder of a sandbox."""
         for inside in (self.workdir, "/tmp", *self.folders):

@@ -5,7 +5,9 @@ variable of this process, and no capability. The kernel limits each process; wha
 together is looked at every TICK_S while a command runs.
 """
 
+import errno
 import functools
+import itertools
 import os
 import secrets
 import select
@@ -43,6 +45,8 @@ OPEN_FILES = 256
 """Maximum number of files that a process may have open."""
 FILES_MAX = 20_000
 """Maximum number of files and folders."""
+DEPTH_MAX = 100
+"""Maximum number of folders in one another. Of a deeper one, the path may be too long to use."""
 DEATH_S = 10.0
 """Seconds in which killed processes have to be gone."""
 FIX = (
@@ -138,14 +142,17 @@ class Folder:
                 os.close(descriptor)
 
     def is_within(self, limits: Limits) -> bool:
-        """Whether the files are few and small enough."""
+        """Whether the files are few and small enough, and no folder is too deep."""
         bytes_left = limits.disk_mib << 20
         entry_count = 0
-        folders = [str(self.root)]
+        folders = [(str(self.root), 0)]
         while folders:
+            folder, depth = folders.pop()
             try:
-                entries = list(os.scandir(folders.pop()))
-            except OSError:
+                entries = list(os.scandir(folder))
+            except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    return False
                 continue  # unreadable, or deleted meanwhile
             entry_count += len(entries)
             for entry in entries:
@@ -153,8 +160,8 @@ class Folder:
                     status = entry.stat(follow_symlinks=False)
                     bytes_left -= status.st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-            if bytes_left < 0 or entry_count > FILES_MAX:
+                        folders.append((entry.path, depth + 1))
+            if bytes_left < 0 or entry_count > FILES_MAX or depth > DEPTH_MAX:
                 return False
         return True
 
@@ -180,17 +187,29 @@ def new_folder() -> Folder:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, even one whose permissions forbid it."""
+    """Delete a file or a folder, even one whose permissions forbid it or that is very deep."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
         return
     path.chmod(0o700)
-    for folder, names, _ in os.walk(path):
-        for name in names:
-            inner = Path(folder, name)
-            if not inner.is_symlink():
+    top = path / secrets.token_hex(8)
+    numbers = itertools.count()
+    folders = [path]
+    while folders:
+        folder = folders.pop()
+        for inner in list(folder.iterdir()):
+            with suppress(OSError):
+                if inner.is_symlink() or not inner.is_dir():
+                    inner.unlink()
+                    continue
                 inner.chmod(0o700)
-    shutil.rmtree(path, ignore_errors=True)
+                # Moved up, because the path of a folder in it could be too long.
+                folders.append(inner.rename(f"{top}-{next(numbers)}"))
+        if folder != path:
+            with suppress(OSError):
+                folder.rmdir()
+    with suppress(OSError):
+        path.rmdir()
 
 
 class Shell:
@@ -324,7 +343,10 @@ class Shell:
     def _excess_of_files(self) -> str:
         if self._folder is None or self._folder.is_within(self.limits):
             return ""
-        return f"it left more than {self.limits.disk_mib} MiB or {FILES_MAX:,} files"
+        return (
+            f"it left more than {self.limits.disk_mib} MiB, {FILES_MAX:,} files "
+            f"or {DEPTH_MAX} folders in one another"
+        )
 
     def _excess_of_memory(self, pid: int) -> str:
         if not self._is_alone or memory_of(pid) <= self.limits.memory_mib << 20:

@@ -35,6 +35,10 @@ class ContextFull(Exception):
     """The next prompt does not fit the model's context. The episode ends with its current turns."""
 
 
+class FirstPromptTooLong(EnvironmentFailure):
+    """The first prompt of an episode does not fit, so there is nothing to keep of it."""
+
+
 def context_text(context: Context) -> str:
     """Return a context as one text."""
     if isinstance(context, str):

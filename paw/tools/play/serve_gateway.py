@@ -46,6 +46,10 @@ MAX_OPEN = 10_000
 """Most sessions that may be open at once: each is kept until it has a reward."""
 
 
+class BatchInterrupted(BaseException):
+    """A signal came while an engine was busy that answers a whole batch before it returns."""
+
+
 class SessionsFactory(EnvFactory):
     """The environment of sessions: none."""
 
@@ -176,7 +180,9 @@ class Recorder:
 
     def _end(self, name: str, *, reward: float) -> int:
         """Write a session's turns and forget it. Returns their number."""
-        env = self._sessions.pop(name).env
+        opened = self._sessions.pop(name)
+        opened.session.end()
+        env = opened.env
         trajectory = env.episode.trajectory
         if trajectory.turns:
             largest = self._config.env.reward
@@ -248,6 +254,8 @@ def _serve(rollouts: Rollouts, recorder: Recorder, listener: socket.socket, bann
     def stop(number: int, frame: FrameType | None) -> None:
         watcher.say_heard()
         rollouts.loop.call_soon_threadsafe(stopped.set)
+        if rollouts.is_stepping and rollouts.engine and not rollouts.engine.continuous:
+            raise BatchInterrupted
 
     async def keep(env: EnvHandle, model: Model) -> None:
         with env.patience.pause():
@@ -258,6 +266,8 @@ def _serve(rollouts: Rollouts, recorder: Recorder, listener: socket.socket, bann
     to_stderr(banner)
     try:
         rollouts.run_episodes([Episode(Trajectory(Task("gateway"), 0), 0, 0, "gateway", 1.0)])
+    except BatchInterrupted:
+        pass  # the sessions have been written by now
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

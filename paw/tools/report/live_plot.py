@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paw.errors import UserError
+from paw.errors import UserError, clean, nearest, short_repr
 from paw.io.files import writing
 from paw.tools.report import plots
 from paw.tools.report.rundir import RunReader
@@ -31,12 +31,18 @@ class LivePlot:
     def __init__(self, *metrics: str) -> None:
         """`metrics` are names from docs/metrics.md.
 
-        Raises UserError if there are none.
+        Raises UserError if there are none, or if one is not a text.
         """
         if not metrics:
             raise UserError(
                 'paw.LivePlot() draws nothing; name metrics: paw.LivePlot("success/all")'
             )
+        for metric in metrics:
+            if not isinstance(metric, str):
+                raise UserError(
+                    f"paw.LivePlot: {short_repr(metric)} is no metric's name; "
+                    'write paw.LivePlot("success/all", "wm/loss")'
+                )
         self._metrics = metrics
         self._readers: dict[Path, RunReader] = {}
         self._display: Any = None
@@ -60,6 +66,12 @@ class LivePlot:
 
     def on_end(self, run: "Run") -> None:
         self._draw()
+        if run.ranks.first and not run.failed:
+            measured = self._readers[run.directory].read().metrics
+            for metric in self._metrics:
+                if metric not in measured:
+                    hint = nearest(metric, measured) or "docs/metrics.md has all names"
+                    run.say(f"paw.LivePlot: this run has no metric '{clean(metric)}'; {hint}")
 
     def png(self) -> bytes:
         """Return the drawing of all runs so far."""

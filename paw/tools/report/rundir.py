@@ -4,7 +4,6 @@ Files that a crash left half-written are read as far as possible.
 """
 
 import re
-import sys
 import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +18,10 @@ from paw.tools.report.lines import LineFile
 
 Series = tuple[list[int], list[float]]
 """Steps (updates) in increasing order, and the value at each step."""
+
+
+LARGEST = 1e300
+"""Largest number that counts as finite. The range of larger ones cannot be drawn."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ def _series_of_metrics(lines: list[dict[str, Any]]) -> dict[str, dict[int, float
     for step, values in _by_step(lines):
         for key, value in values.items():
             is_number = type(value) in (int, float)  # not bool
-            if key != "step" and is_number and abs(value) <= sys.float_info.max:
+            if key != "step" and is_number and abs(value) <= LARGEST:
                 metrics.setdefault(key, {})[step] = float(value)
     return metrics
 

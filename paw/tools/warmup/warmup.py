@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from paw.config.recipe import WARMUP, check_config
 from paw.config.sections import Config, WarmupConfig
 from paw.distributed.ranks import Ranks
 from paw.envs import make_factory
@@ -79,6 +80,7 @@ def warmup(config: Config) -> Path:
     It can be the `model.path` of another configuration. Raises UserError if the environment has no
     oracle to learn from.
     """
+    check_config(config, "paw.warmup")
     return ensure_warm_model(config, make_factory(config), to_stderr)
 
 
@@ -141,7 +143,7 @@ def _warm_up(
     trained = _train(lm, chat, config, factory, report, examiner, started=started)
     quickstart.save(lm, tokenizer, folder)
     summary = trained._asdict() | {"seconds": time.monotonic() - started}
-    (folder / "warmup.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    (folder / WARMUP).write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
 
 def _examine_for_first_rank(config: Config, factory: EnvFactory, ranks: Ranks) -> None:
