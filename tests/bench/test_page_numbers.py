@@ -161,7 +161,7 @@ def landing() -> Iterator[str]:
     times = f"{trl['seconds / GRPO']:.2f} times the time and {trl['peak_gib / GRPO']:.2f} times the memory"
     yield f"TRL 1.16 needs {times}"
     difference = differences("experiment_compare", "paw")
-    yield f"PaW less GRPO, ten seeds: {points(difference, sign=True)} points"
+    yield f"PaW minus GRPO, ten seeds: {points(difference, sign=True)} points"
     assert len(by_seed(read("experiment_compare"), "paw", "after")) == 10
 
 
