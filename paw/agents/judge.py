@@ -55,8 +55,8 @@ class JudgeConfig(EndpointConfig):
     """[lowest, highest] score that the judge may give. The reward is 0 for the lowest and 1 for the
     highest."""
     tries: Annotated[int, Field(ge=1, le=10)] = 3
-    """How often the judge is asked at most, each time with another seed, until an answer ends with a
-    score."""
+    """How often the judge is asked at most, each time with another seed, until an answer ends with
+    a score."""
     temperature: NonNegative = 0.0
     """Sampling temperature of the judge."""
     max_tokens: Count = 1024

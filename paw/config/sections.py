@@ -165,8 +165,8 @@ class ModelConfig(Section):
     """Parser of tool calls: one of vLLM's ("hermes", "llama3_json"), "transformers", or auto, which
     finds one that can read the model's calls."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the forward pass. auto is bfloat16 on a GPU or on a CPU with instructions for it,
-    otherwise float32. Gradients are accumulated in the dtype that the optimizer stores."""
+    """Precision of the forward pass. auto is bfloat16 on a GPU or on a CPU with instructions for
+    it, otherwise float32. Gradients are accumulated in the dtype that the optimizer stores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto takes a GPU if there is one."""
     checkpointing: Literal["none", "selective", "full"] = "none"
@@ -183,8 +183,9 @@ class ModelConfig(Section):
     checkpointing, which cannot choose operations inside compiled layers. true ends the run if the
     trial fails."""
     shard: Literal["world", "node", "none"] = "world"
-    """How several ranks divide weights, gradients and moments. world divides them among all ranks. node divides them among the ranks of a machine, with a copy on each machine. none gives
-    every rank everything."""
+    """How several ranks divide weights, gradients and moments. world divides them among all ranks.
+    node divides them among the ranks of a machine, with a copy on each machine. none gives every
+    rank everything."""
     liger: Literal["auto", True, False] = "auto"
     """Whether to use Liger's kernels for norms, rotary embedding and SwiGLU, after the same trial
     (the vocabulary head is always PaW's). auto uses them if model.compile = "auto" cannot
@@ -250,8 +251,8 @@ class EnvConfig(PluginSection):
     many are made, reset or stepped at the same time. Coroutine environments (`async def`) need
     none."""
     max_text: Count = 1_000_000
-    """Maximum number of characters of a text. A longer prompt keeps its end; a longer observation or
-    anchor keeps its beginning."""
+    """Maximum number of characters of a text. A longer prompt keeps its end; a longer observation
+    or anchor keeps its beginning."""
 
 
 class AgentConfig(PluginSection):
@@ -316,7 +317,7 @@ class EnvEntry(Entry):
 
     @classmethod
     def summary(cls, entries: "Sequence[Any]") -> EnvConfig:
-        """Return the section `env` of a run with these environments, with the largest of each limit."""
+        """Return the section `env` of a run with these environments: the largest of each limit."""
         sections = [entry.section for entry in entries]
         limits: dict[str, Any] = {}
         for key in ("max_turns", "reward", "invalid_penalty", "step_timeout_s", "threads"):
@@ -338,8 +339,8 @@ class RolloutConfig(Section):
     group_size: Count = 8
     """Episodes per task."""
     refill: Annotated[Natural, GROUPS] = 0
-    """Groups whose returns are all equal are replaced by groups of additional tasks (DAPO), of which
-    at most refill times `tasks` are played."""
+    """Groups whose returns are all equal are replaced by groups of additional tasks (DAPO), of
+    which at most refill times `tasks` are played."""
     curriculum: Annotated[str, Only("envs")] = ""
     """Your own function that chooses the shares of [[envs]] for each update: (step, success by
     label) -> shares by label, "module:name" or "FILE.py:name" (docs/environments.md)."""

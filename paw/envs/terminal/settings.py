@@ -29,8 +29,8 @@ class TerminalConfig(PromptConfig):
     """Seconds after which a check is stopped and counts as failed. A task's own limit takes
     precedence."""
     memory_mib: Annotated[int, Field(ge=16)] = 512
-    """Memory limit in MiB, for each process of a command and for all together. This and the next two
-    keys do not apply to a container, which has its own limits."""
+    """Memory limit in MiB, for each process of a command and for all together. This and the next
+    two keys do not apply to a container, which has its own limits."""
     max_processes: Annotated[int, Field(ge=4, le=10_000)] = 64
     """Maximum number of processes that run at the same time in a sandbox."""
     disk_mib: Count = 64
