@@ -227,7 +227,7 @@ def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Itera
     yield _layers_line(best)
     for plan in quicker:
         options = words(plan.config, best.config)
-        yield f"{plan.step_s:.0f} s where episodes may be of the update before: {options}"
+        yield f"{plan.step_s:.0f} s if episodes may be from the update before: {options}"
     minibatch = best.config.optim.minibatch_samples
     if minibatch < best.N:
         yield (
