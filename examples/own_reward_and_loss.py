@@ -17,7 +17,7 @@ import paw
 
 
 def quick(trajectory, *, per_turn: float = 0.1) -> float:
-    """1 for a win, less `per_turn` for each turn."""
+    """1 for a win, minus `per_turn` for each turn."""
     return float(trajectory.won) - per_turn * len(trajectory.turns)
 
 

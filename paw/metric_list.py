@@ -22,18 +22,18 @@ from typing import Literal
 PAGE_HEADING = """# Metrics
 
 <!-- written by `python -m paw.metric_list > docs/metrics.md` -->
-On this page you can look up what each number means that a run writes to `metrics.jsonl`, and where
-it is shown. The file has one JSON object for each update, with these keys and `step`. A metric that
-was not measured is absent, never 0.
+On this page you can look up what each number in a run's `metrics.jsonl` means, and where it is
+shown. The file has one JSON object per update, with `step` and these keys. A metric that was not
+measured is absent, never 0.
 
-- In names, `<kind>` stands for the kinds of tasks that the environment has, `<environment>` for the
-  labels of several `[[envs]]`, `<reward>` for those of several `[[rewards]]`, and `<k>` for numbers
-  of attempts.
+- In names, `<kind>` stands for one of the environment's kinds of tasks, `<environment>` for a label
+  of one of several `[[envs]]`, `<reward>` for that of one of several `[[rewards]]`, and `<k>` for a
+  number of attempts.
 - Shown: "line" is the line of progress, which also shows an evaluation as `eval 41.0% of 100
   games`; "report" is the report's table.
-- Ranks, if there are several: "same" metrics are computed on every rank from the data of all;
-  for "sum" the ranks' parts are added up (before dividing, for a share or a mean); for "first"
-  rank 0 reports its own.
+- Ranks: if there are several, "same" metrics are computed on every rank from the data of all;
+  "sum" adds up the ranks' parts (for a share or a mean, before dividing); with "first", rank 0
+  reports its own.
 """
 
 
@@ -82,8 +82,8 @@ EPISODES = (
     Metric(
         name="success/all",
         label="Success in training",
-        meaning="Over all episodes played for the update, including those that `rollout.refill`"
-        " leaves out.",
+        meaning="Share of won episodes among all that were played for the update, including those"
+        " that `rollout.refill` leaves out.",
         unit="%",
         progress="success {:.1%}",
         section="Policy",
@@ -91,8 +91,8 @@ EPISODES = (
     Metric(
         name="success/<kind>",
         label="Success in training by kind of task",
-        meaning="As success/all, for the episodes of one kind of task. In a run with several"
-        " [[envs]], also success/LABEL of each; its kinds are LABEL/kind.",
+        meaning="As success/all, for the episodes of one kind of task. A run with several [[envs]]"
+        " also has success/LABEL for each, and its kinds are called LABEL/kind.",
         unit="%",
     ),
     Metric(
@@ -103,8 +103,8 @@ EPISODES = (
     Metric(
         name="rewards/<reward>",
         label="Mean of a reward",
-        meaning="Mean over training episodes of one of several [[rewards]], without its weight."
-        " LABEL/REWARD for one of [[envs.rewards]], over the episodes of that environment.",
+        meaning="Mean of one of several [[rewards]] over training episodes, without its weight. One"
+        " of [[envs.rewards]] is LABEL/REWARD, over the episodes of that environment.",
     ),
     Metric(
         name="groups/<environment>",
@@ -128,15 +128,15 @@ EVALUATION = (
     Metric(
         name="eval/ci_low",
         label="Lower end of the interval",
-        meaning="Of the 95 % interval of eval/success: Wilson's with one attempt at each game, a"
-        " bootstrap over games with more.",
+        meaning="Lower end of the 95 % interval of eval/success: Wilson's with one attempt at each"
+        " game, a bootstrap over games with more.",
         unit="%",
     ),
     Metric(
         name="eval/ci_high",
         label="Upper end of the interval",
-        meaning="Of the 95 % interval of eval/success: Wilson's with one attempt at each game, a"
-        " bootstrap over games with more.",
+        meaning="Upper end of the 95 % interval of eval/success: Wilson's with one attempt at each"
+        " game, a bootstrap over games with more.",
         unit="%",
     ),
     Metric(
@@ -147,8 +147,8 @@ EVALUATION = (
     Metric(
         name="eval/pass_at_<k>",
         label="pass@k on held-out games",
-        meaning="Chance that at least one of k attempts at a game succeeds, for k = 1, 2, 4, ... up"
-        " to `eval.attempts`: the unbiased estimate of arXiv 2107.03374, with several attempts.",
+        meaning="With several attempts: chance that at least one of k attempts at a game succeeds,"
+        " for k = 1, 2, 4, ... up to `eval.attempts` (the unbiased estimate of arXiv 2107.03374).",
         unit="%",
     ),
     Metric(
@@ -160,8 +160,8 @@ EVALUATION = (
     Metric(
         name="eval/best_at_<k>",
         label="Best of k on held-out games",
-        meaning="Expected highest score of k attempts at a game; the return if the environment has"
-        " no score. With several attempts.",
+        meaning="With several attempts: expected highest score of k attempts at a game, or highest"
+        " return if the environment has no score.",
     ),
     Metric(
         name="eval/best_at_<k>_low",
@@ -178,26 +178,26 @@ EVALUATION = (
     Metric(
         name="eval/best_at_<k>_<environment>",
         label="Best of k by environment",
-        meaning="As eval/best_at_<k>, for each of several [[envs]], with an interval of the same"
-        " names.",
+        meaning="As eval/best_at_<k>, for each of several [[envs]], with an interval named in the"
+        " same way.",
     ),
     Metric(
         name="eval/success_<kind>",
         label="Success on held-out games by kind of task",
-        meaning="As eval/success, for the games of one kind of task. In a run with several"
-        " [[envs]], also eval/success_LABEL of each.",
+        meaning="As eval/success, for the games of one kind of task. A run with several [[envs]]"
+        " also has eval/success_LABEL for each.",
         unit="%",
     ),
     Metric(
         name="eval/ci_low_<environment>",
         label="Lower end of the interval by environment",
-        meaning="As eval/ci_low, for each of several [[envs]]: over its games.",
+        meaning="As eval/ci_low, for each of several [[envs]], over its games.",
         unit="%",
     ),
     Metric(
         name="eval/ci_high_<environment>",
         label="Upper end of the interval by environment",
-        meaning="As eval/ci_high, for each of several [[envs]].",
+        meaning="As eval/ci_high, for each of several [[envs]], over its games.",
         unit="%",
     ),
     Metric(
@@ -249,7 +249,7 @@ LOSSES = (
     Metric(
         name="policy/loss",
         label="Policy loss",
-        meaning="Its value in the objective, weights included; mean over optimizer steps.",
+        meaning="Its value in the objective, including weights; mean over optimizer steps.",
         ranks="sum",
         progress="policy {:.3g}",
         section="Policy",
@@ -257,7 +257,7 @@ LOSSES = (
     Metric(
         name="wm/loss",
         label="World-model loss",
-        meaning="Its value in the objective, weights included.",
+        meaning="Its value in the objective, including weights.",
         ranks="sum",
         progress="world {:.3g}",
         section="World model",
@@ -266,7 +266,7 @@ LOSSES = (
     Metric(
         name="wm/masked_frac",
         label="Masked tokens",
-        meaning="Share of observation tokens left out because they are predicted already (p > ρ).",
+        meaning="Share of observation tokens left out because they are already predicted (p > ρ).",
         unit="%",
         ranks="sum",
         mean_of=("masked", "observation_tokens"),
@@ -354,7 +354,7 @@ POLICY = (
     Metric(
         name="staleness/max",
         label="Largest staleness",
-        meaning="Age of the oldest weights that a response token was sampled from.",
+        meaning="Age of the oldest weights from which a response token was sampled.",
         unit="updates",
     ),
     Metric(
@@ -368,15 +368,15 @@ POLICY = (
     Metric(
         name="optim/shared_tokens",
         label="Tokens shared with another sequence",
-        meaning="Of the tokens of the sequences that are learnt from, those that another sequence "
-        "of the forward pass has computed (optim.share_prefixes).",
+        meaning="Share of the training sequences' tokens that are computed only once, with another "
+        "sequence of the forward pass (optim.share_prefixes).",
         unit="%",
         mean_of=("shared_tokens", "row_tokens"),
     ),
     Metric(
         name="health/groups_mixed",
         label="Mixed groups",
-        meaning="Groups with wins and losses: what the policy learns from.",
+        meaning="Share of groups with both wins and losses, from which the policy learns.",
         unit="%",
         section="Policy",
         chart=True,
@@ -452,7 +452,7 @@ COST = (
     Metric(
         name="perf/peak_gib",
         label="Peak memory",
-        meaning="Peak memory so far, of the GPU, or on a CPU of the process.",
+        meaning="Peak memory so far: of the GPU or, on a CPU, of the process.",
         unit="GiB",
         ranks="first",
         progress="{:.1f} GiB",
@@ -508,7 +508,7 @@ COST = (
     Metric(
         name="time/save",
         label="Training waited for a checkpoint",
-        meaning="Logged for the update after the checkpoint.",
+        meaning="Logged with the update after the checkpoint.",
         unit="s",
         ranks="first",
         section="Cost",
@@ -568,7 +568,7 @@ HEALTH = (
     Metric(
         name="health/rewards_failed",
         label="Episodes that could not be rewarded",
-        meaning="Episodes lost because a reward of yours or the judge failed.",
+        meaning="Episodes lost because your own reward or the judge failed.",
         unit="count",
         ranks="sum",
     ),

@@ -48,9 +48,9 @@ class Command:
         type: str = "command"
         """Which agent."""
         command: str = ""
-        """The program and its arguments. It is started for each episode, with a base URL and a key
-        of OpenAI's interface in OPENAI_BASE_URL and OPENAI_API_KEY, and the task as JSON in
-        PAW_TASK and on standard input. Its last line of output is the reward: {"reward": 0.5}."""
+        """The program and its arguments. It is started for each episode. OPENAI_BASE_URL and
+        OPENAI_API_KEY have the address and the key of the model in training; PAW_TASK and standard
+        input have the task as JSON. Its last line of output is the reward: {"reward": 0.5}."""
         timeout_s: Seconds = 600.0
         """Seconds that an episode may take."""
         at_once: Count = 64

@@ -55,13 +55,14 @@ class JudgeConfig(EndpointConfig):
     """[lowest, highest] score that the judge may give. The reward is 0 for the lowest and 1 for the
     highest."""
     tries: Annotated[int, Field(ge=1, le=10)] = 3
-    """Times that the judge is asked, with other seeds, until an answer ends with a score."""
+    """How often the judge is asked at most, each time with another seed, until an answer ends with
+    a score."""
     temperature: NonNegative = 0.0
     """Sampling temperature of the judge."""
     max_tokens: Count = 1024
     """Maximum number of tokens of an answer."""
     max_chars: Annotated[int, Field(ge=1000, le=10_000_000)] = 20_000
-    """Maximum number of characters of an episode. Of a longer one, the middle is left out."""
+    """Maximum number of characters of an episode. The middle of a longer one is left out."""
 
     @model_validator(mode="after")
     def _check_judge(self) -> "JudgeConfig":

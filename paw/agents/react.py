@@ -99,7 +99,7 @@ class React:
 
     class Config(Section):
         examples: Path | None = None
-        """A file from the ReAct authors' repository, instead of episodes of our own expert:
+        """A file from the ReAct authors' repository, instead of episodes of PaW's own expert:
         alfworld_3prompts.json, prompts_naive.json (search) or WebShop.ipynb."""
 
     def __init__(self, settings: "React.Config") -> None:

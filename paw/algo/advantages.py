@@ -83,7 +83,7 @@ def grpo(
     entry has mean 0 and std 1, as in the reference code.
 
     Args:
-        stat: mean and standard deviation over all turns of the group, or over one score a
+        stat: mean and standard deviation over all turns of the group, or over one score per
             trajectory
         norm_std: divide by the standard deviation; false is Dr. GRPO
         eps: added to the standard deviation
@@ -109,7 +109,7 @@ def rloo(samples: Sequence[Sample], *, stat: Stat = "steps") -> list[float]:
     A single entry keeps its score.
 
     Args:
-        stat: mean over all turns of the group, or over one score a trajectory
+        stat: mean over all turns of the group, or over one score per trajectory
     """
     result = [0.0] * len(samples)
     for members in _indices_by(sample.group for sample in samples):
@@ -145,7 +145,7 @@ def gigpo(
     is at least that.
 
     Args:
-        stat: mean and standard deviation over all turns of the group, or over one score a
+        stat: mean and standard deviation over all turns of the group, or over one score per
             trajectory
         norm_std: divide both parts by their standard deviation
         eps: added to the standard deviation

@@ -118,8 +118,8 @@ def cispo(
 
     CISPO, arXiv 2506.13585, Eq. (4).
 
-    clip_low: Ratios count as 1 - clip_low at least.
-    clip_high: Ratios count as 1 + clip_high at most.
+    clip_low: Ratios below 1 - clip_low count as 1 - clip_low.
+    clip_high: Ratios above 1 + clip_high count as 1 + clip_high.
     """
     ratio = (logp.detach() - batch.old_logp).clamp(max=LOG_RATIO_MAX).exp()
     return -batch.advantage * ratio.clamp(1 - clip_low, 1 + clip_high) * logp

@@ -37,8 +37,8 @@ class Entry(Section):
     LISTS: ClassVar[dict[str, type["Entry"]]] = {}
     """Keys of its own that hold a list of entries. Each is also a list of the configuration."""
     label: Annotated[str, Field(pattern=LABEL)] = ""
-    """Its name in keys and metrics, unique in the list. If unset, the last part of the plug-in's
-    name: "Guess" for "games.py:Guess"."""
+    """Name in keys and metrics, unique in the list. If unset, the last part of the plug-in's name:
+    "Guess" for "games.py:Guess"."""
     section: PluginSection
 
     @model_serializer(mode="wrap")

@@ -83,7 +83,7 @@ ENGINES = {
     ),
     "vllm": BuiltInPlugin(
         "paw.rollouts.engines.vllm:VllmEngine",
-        meaning="an engine in each rank, beside the trainer",
+        meaning="an engine in each rank, next to the trainer",
     ),
     "server": BuiltInPlugin(
         "paw.rollouts.engines.server:ServerEngine",

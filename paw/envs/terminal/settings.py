@@ -19,30 +19,30 @@ class TerminalConfig(PromptConfig):
     eval_split: str = "test"
     """Split to evaluate on."""
     style: Literal["paper", "compact"] = "paper"
-    """paper: a prompt after the paper's, with <action> tags. compact: a short prompt for tiny
+    """paper: a prompt like the paper's, with <action> tags. compact: a short prompt for tiny
     models; the whole response is the command."""
     kinds: Annotated[list[TaskKind], Only("env.data", (None,))] = ["find", "count", "edit", "fix"]
     """Kinds of generated tasks to play."""
     command_timeout_s: Seconds = 10.0
-    """Seconds after which a command is stopped, and the shell with it."""
+    """Seconds after which a command and its shell are stopped."""
     check_timeout_s: Seconds = 60.0
-    """Seconds after which a check is stopped and counts as failed. A task's own limit goes
-    first."""
+    """Seconds after which a check is stopped and counts as failed. A task's own limit takes
+    precedence."""
     memory_mib: Annotated[int, Field(ge=16)] = 512
-    """Memory of a command's processes, each and all together, in MiB. This and the next two keys do
-    not apply to a container, which has its own limits."""
+    """Memory limit in MiB, for each process of a command and for all together. This and the next
+    two keys do not apply to a container, which has its own limits."""
     max_processes: Annotated[int, Field(ge=4, le=10_000)] = 64
-    """Processes that may run at the same time in a sandbox."""
+    """Maximum number of processes that run at the same time in a sandbox."""
     disk_mib: Count = 64
-    """Size of a task's files, in MiB."""
+    """Maximum size of a task's files, in MiB."""
     output_chars: Annotated[int, Field(ge=100)] = 4000
-    """Characters of a command's output that are shown: of a longer one the beginning and the
-    end."""
+    """Maximum number of characters of a command's output that are shown. Of a longer output, the
+    beginning and the end are shown."""
     readable: list[Path] = []
-    """Further folders of this machine that commands may read, such as a virtual environment. Their
-    bin/ comes first in PATH."""
+    """Additional folders of this machine that commands may read, such as a virtual environment.
+    Their bin/ comes first in PATH."""
     container: str | None = None
-    """Command that starts a container, instead of bubblewrap; bash and its arguments are added.
+    """Command that starts a container instead of bubblewrap. bash and its arguments are appended.
     {image}, {folder} and {name} stand for the task's image, its folder of files and a new name."""
     container_stop: Annotated[str | None, Only("env.container")] = None
     """Command that ends a container whose command ran into a limit, such as docker kill {name}."""

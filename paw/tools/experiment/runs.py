@@ -35,18 +35,18 @@ ESTIMATORS["dr-grpo"] = "advantage.type=grpo advantage.norm_std=false"
 PAW = "advantage.type=grpo wm.enabled=true"
 VARIANTS = {
     "grpo": ("advantage.type=grpo wm.enabled=false", "GRPO without a world model"),
-    "paw": (PAW, "GRPO + PaW, with the recipe's [wm] (the paper's where it says nothing else)"),
+    "paw": (PAW, "GRPO + PaW, with the recipe's [wm] (the paper's, unless the recipe changes it)"),
     "ce": (f"{PAW} wm.loss=ce", "cross-entropy on observations, as in Table 4"),
     "mae": (f"{PAW} wm.loss=mae", "MAE without the mask p <= rho"),
     "gce": (f"{PAW} wm.loss=gce", "generalised cross-entropy"),
-    "constant": (f"{PAW} wm.weight=1.0", "lambda = 1 whatever the rewards, as in Table 4"),
-    "unselected": (f"{PAW} wm.alpha=1.0", "every turn a target, no selection by entropy"),
+    "constant": (f"{PAW} wm.weight=1.0", "constant lambda of 1, as in Table 4"),
+    "unselected": (f"{PAW} wm.alpha=1.0", "every turn is a target, without selection by entropy"),
     "echo": (
         f"{PAW} wm.loss=ce wm.weight=0.05 wm.alpha=1.0",
         "ECHO (arXiv 2605.24517), with the weight of its public code",
     ),
     "scaled": (f"{PAW} wm.scale=10", "PaW's term ten times as large"),
-    "dedup": (f"{PAW} wm.dedup=true", "identical turns predicted once"),
+    "dedup": (f"{PAW} wm.dedup=true", "identical turns are predicted only once"),
     **{
         name: (f"{keys} wm.enabled=false", f"{name} without a world model")
         for name, keys in ESTIMATORS.items()

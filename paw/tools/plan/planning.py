@@ -206,7 +206,7 @@ def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Itera
     yield _layers_line(best)
     for plan in quicker:
         options = words(plan.config, best.config)
-        yield f"{plan.step_s:.0f} s where episodes may be of the update before: {options}"
+        yield f"{plan.step_s:.0f} s if episodes may be from the update before: {options}"
     yield from _waste_lines(best)
     if best.hosts > 1 and any(plan.config.engine.gpus for plan in (best, *quicker)):
         yield (
