@@ -21,7 +21,7 @@ from paw.types import Group, Trajectory
 RESAMPLES = 2_000
 """Bootstrap samples of an interval."""
 BLOCK = 1 << 20
-"""Most numbers of bootstrap samples that are in memory at once."""
+"""Maximum number of values of bootstrap samples in memory at once."""
 SEED = 0
 """Seed of the bootstrap, so that the same episodes always have the same interval."""
 
@@ -122,8 +122,8 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 def games_of(groups: Sequence[Group], failed: Sequence[Trajectory], attempts: int) -> list[Game]:
     """Return the games of an evaluation with `attempts` at each.
 
-    An attempt without a trajectory in its group has failed: it counts as not successful and has
-    the score 0. Games of which every attempt failed are known from `failed` alone.
+    An attempt without a trajectory in its group has failed. It counts as unsuccessful and has the
+    score 0. A game whose attempts all failed appears only in `failed`.
     """
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     scored_envs = {episode.task.env for episode in episodes if episode.summary.score is not None}
@@ -168,8 +168,9 @@ def evaluation_metrics(
 ) -> dict[str, Any]:
     """Return `success_metrics` of an evaluation with `attempts` at each game.
 
-    With several attempts, games is the number of games, success with its interval is over games,
-    and pass@k and best-of-k are added (`attempt_metrics`), with [[envs]] also of each environment.
+    With several attempts, `games` is the number of games, and success and its interval are over
+    games. pass@k and best-of-k are added (`attempt_metrics`), with [[envs]] also those of each
+    environment.
     """
     metrics = success_metrics(groups, failed)
     if attempts > 1:
@@ -228,7 +229,7 @@ def attempt_metrics(games: Sequence[Game]) -> dict[str, Any]:
 
 
 def metrics_by_environment(games: Sequence[Game]) -> dict[str, float]:
-    """Return `attempt_metrics` of each of several environments, its label after their names.
+    """Return `attempt_metrics` of each of several environments; their names end with its label.
 
     The numbers of games and attempts are left out. Returns {} if there is one environment.
     """
@@ -248,7 +249,7 @@ def metrics_by_environment(games: Sequence[Game]) -> dict[str, float]:
 def attempt_lines(metrics: dict[str, Any]) -> list[str]:
     """Return pass@k and best-of-k of an evaluation as text, one line for each k.
 
-    Then come those of each of several environments, whose labels are `metrics["envs"]`.
+    If there are several environments (their labels are `metrics["envs"]`), lines for each follow.
     """
     lines = _lines_of(metrics, "")
     for label in metrics.get("envs", []):

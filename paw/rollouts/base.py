@@ -7,7 +7,7 @@ from typing import Protocol
 from paw.types import Group, Trajectory
 
 Progress = Callable[[int, int], None]
-"""Called with (episodes finished, episodes in all)."""
+"""Called with (episodes finished, total episodes)."""
 HEALTH = ("groups_dropped", "prompts_truncated", "texts_cut", "threads_lost")
 """Counts that are always reported, under health/."""
 
@@ -21,7 +21,7 @@ class RolloutStats:
     texts_cut: int = 0
     """Texts from environments that were longer than env.max_text."""
     threads_lost: int = 0
-    """Environment calls given up, each with its thread, after env.step_timeout_s."""
+    """Environment calls abandoned after env.step_timeout_s, each with its thread."""
     context_full: int = 0
     """Episodes that ended because the next prompt did not fit."""
     processes_lost: int = 0
@@ -30,13 +30,13 @@ class RolloutStats:
     """Episodes without the rewards of [reward] or [[rewards]], because one failed."""
     prompt_tokens: int = 0
     response_tokens: int = 0
-    """As sampled or billed, including tokens that a stop string cut off."""
+    """Tokens sampled or billed, including those that a stop string cut off."""
     cached_tokens: int = 0
     """Prompt tokens that the engine had in its cache."""
     failed: list[Trajectory] = field(default_factory=list)
     """Episodes whose environment or agent failed. They are in no group."""
     uniform: list[Group] = field(default_factory=list)
-    """Groups whose returns are all equal and that were replaced by others."""
+    """Groups that were replaced because all their returns were equal."""
 
     @property
     def failures(self) -> list[str]:
@@ -72,13 +72,13 @@ RolloutResult = tuple[list[Group], RolloutStats]
 class RolloutSource(Protocol):
     """Where a run gets its episodes.
 
-    They are played when asked for (`Rollouts`) or in advance (`AsyncRollouts`).
+    They are played on request (`Rollouts`) or in advance (`AsyncRollouts`).
     """
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
         """Return the episodes of the first `count` tasks of update `step`, in groups.
 
-        A call of all ranks, like `evaluation`.
+        Every rank must call this and `evaluation`.
         """
         ...
 

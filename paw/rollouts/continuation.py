@@ -37,7 +37,7 @@ class Continuation:
 def continue_after(
     chat: Chat, answer: dict[str, Any], messages: list[dict[str, Any]]
 ) -> Continuation:
-    """Return what follows an answer if `messages` come after it.
+    """Return what the template writes after an answer that `messages` follow.
 
     Each text is encoded on its own, so the world model finds it as a target.
     """
@@ -85,7 +85,7 @@ def prompt_after_response(chat: Chat, turn: Turn, text: str) -> Prompt:
 def add_result(chat: Chat, turn: Turn, reply: Reply, limit: int) -> None:
     """Record in an episode's last turn how a later prompt would show its observation.
 
-    The turn called tools. Its observation is the tools' results, or the result of the first one.
+    The turn called tools. Its observation is the results of all tools, or of the first one.
     `limit` is as for `record_observation`.
     """
     tool_calls = reply.calls or [unread(0)]

@@ -1,8 +1,8 @@
-"""Coroutine environments: their methods are awaited on the event loop that all episodes share.
+"""Coroutine environments, whose methods are awaited on the event loop that all episodes share.
 
-Thousands of them wait at the same time, without a thread each. A call that takes too long is
-cancelled, and whatever it raises costs only its episode. One that blocks the loop instead of
-awaiting stalls all episodes, so the first is named in a warning.
+Thousands of them can wait at the same time without needing a thread each. A call that takes too
+long is cancelled, and if it raises an error, only its episode fails. A call that blocks the loop
+instead of awaiting stalls all episodes, so a warning names the first one.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ MAY_BLOCK = ("reset", "step", "close")
 GRACE_S = 0.5
 """Seconds that a cancelled call is given to end before its environment is closed."""
 LAST_ROUNDS = 3
-"""Rounds of the loop after the time limit, in which an answer that has arrived is still taken."""
+"""Rounds of the loop after the time limit in which an answer that has arrived is still accepted."""
 
 
 class CoroutineEnv:
@@ -106,16 +106,16 @@ class LoopCalls:
         self._timeout_s = timeout_s
         self._blocking_is_reported = False
         self._open: dict[asyncio.Task[Any], OpenCall] = {}
-        """Calls that have not ended, those that were given up included, in the order of their
-        deadlines."""
+        """Calls that have not ended, including those that were given up, in order of deadline."""
         self._timer: asyncio.TimerHandle | None = None
         """Fires at the first deadline; None while no call waits."""
 
     async def run(self, environment: CoroutineEnv, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Return or raise what a call of the environment does.
+        """Return or raise what a call of the environment returns or raises.
 
-        A call that takes longer than the limit is cancelled, and raises TimeoutError. It is not
-        waited for, since code may ignore that. If this is cancelled, so is the call.
+        A call that takes longer than the limit is cancelled, and this raises TimeoutError. It does
+        not wait for the call, whose code may ignore cancellation. If this is cancelled, so is the
+        call.
         """
         task, answer = self._start(environment, call)
         environment.checked.last_call = task
@@ -129,13 +129,13 @@ class LoopCalls:
         return value
 
     async def close(self, environment: CoroutineEnv) -> None:
-        """Close an environment, whatever it raises or cancels, once its last call has ended.
+        """Close an environment once its last call has ended, whatever it raises or cancels.
 
-        Returns when the time is up at the latest.
+        Returns by the time limit at the latest.
         """
         last_call = environment.checked.last_call
         if last_call and not last_call.done():
-            # The environment may cancel its own episode's tasks, so also the one that runs this.
+            # The environment may cancel its own episode's tasks, including the one that runs this.
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([last_call], timeout=GRACE_S)
         task, answer = self._start(environment, environment.close)
@@ -146,7 +146,7 @@ class LoopCalls:
             task.cancel()
 
     async def settle(self, timeout_s: float) -> None:
-        """Cancel the calls that have not ended, and wait for their ends for up to `timeout_s`."""
+        """Cancel the calls that have not ended, and wait up to `timeout_s` for them to end."""
         tasks = list(self._open)
         for task in tasks:
             task.cancel()
@@ -188,8 +188,8 @@ class LoopCalls:
     def _give_up_late_calls(self, rounds: int) -> None:
         """Give up the calls whose time is up, after `rounds` more rounds of the loop.
 
-        The time that something else holds the loop does not count, and an answer that has arrived
-        meanwhile is taken.
+        Time in which something else holds the loop does not count, and an answer that has arrived
+        by then is accepted.
         """
         if rounds:
             self._loop.call_soon(self._give_up_late_calls, rounds - 1)

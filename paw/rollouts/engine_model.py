@@ -75,8 +75,8 @@ class EngineModel(Model):
 
     A prompt that continues an earlier turn begins with that turn's own ids. So an answer stays as
     the model wrote it, even if the template would drop parts of it (Qwen3 drops thoughts) or render
-    it differently. There may be several conversations at a time. One that continues none of them is
-    rendered in full. This is the case for the first one, and after an answer has been rewritten.
+    it differently. There may be several conversations at a time. A conversation that continues none
+    of them is rendered in full: the first one, or one whose answer has been rewritten.
     """
 
     def __init__(self, env: EnvHandle, sampler: Sampler) -> None:
@@ -86,7 +86,7 @@ class EngineModel(Model):
         self._conversations: list[AnsweredConversation] = []
         """The conversations that may be continued, the latest last."""
         self._conversations_before: list[AnsweredConversation] = []
-        """The same before the last answer."""
+        """The value of `_conversations` before the last answer."""
         self._call_count = 0
         """Number of tool calls so far."""
 
@@ -218,7 +218,7 @@ class EngineModel(Model):
     ) -> None:
         """Record in the answer's turn how the next prompt shows the turn's observation.
 
-        If another conversation came between, the environment may have answered in that one.
+        If another conversation came in between, the environment may have answered there instead.
         """
         turn = answered.turn
         if turn is self._last_turn or shows_results(turn, continuation):

@@ -1,4 +1,4 @@
-"""The environments of one factory: made when needed, kept for later episodes, closed at the end."""
+"""The environments of one factory. Made when needed, kept for later use, closed at the end."""
 
 import asyncio
 import threading

@@ -57,7 +57,7 @@ class Environments:
     def play(
         self, key: int, method: str, number: int, arguments: bytes, forgotten: list[int]
     ) -> None:
-        """Answer a call, in a thread if environments block, otherwise here, one after another.
+        """Answer a call: in a thread if environments block, otherwise here, one at a time.
 
         The trainer no longer uses the environments with the numbers in `forgotten`.
         """

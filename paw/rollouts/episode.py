@@ -39,7 +39,7 @@ If a timer is later than this, the engine's batch or another agent held it up, s
 
 @dataclass
 class Episode:
-    """One task in play, with what identifies its random draws and what has happened so far."""
+    """One task in play: what identifies its random draws, and what has happened so far."""
 
     trajectory: Trajectory
     index: int
@@ -65,8 +65,8 @@ class Episode:
 class Patience:
     """Limits how long an agent waits for anything except the model and the environment.
 
-    Those have their own limits. Only an agent that awaits can be ended, because one that blocks
-    also blocks the loop.
+    Those have their own limits. Only an agent that awaits can be ended. One that blocks also blocks
+    the loop.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -94,7 +94,7 @@ class Patience:
                 raise
             self._task.uncancel()
             raise TimeoutError(
-                f"the agent waited over env.step_timeout_s = {self.seconds:g} "
+                f"the agent waited longer than env.step_timeout_s = {self.seconds:g} "
                 "for something other than the model and the environment"
             ) from None
         finally:
@@ -113,12 +113,12 @@ class Patience:
                 self._since = self._task.get_loop().time()
 
     def _check_wait(self) -> None:
-        """Cancel the agent if its wait is too long. Otherwise check again when it may be."""
+        """Cancel the agent if its wait is too long. Otherwise check again at its deadline."""
         assert self._task and self._timer
         loop = self._task.get_loop()
         now = loop.time()
         if self._pauses or now - self._timer.when() > LATE_S:
-            # A pause ends later, or the engine's batch or another agent held up this timer.
+            # A pause has not ended, or the engine's batch or another agent delayed this timer.
             self._since = now
         remaining_s = self._since + self.seconds - now
         if remaining_s > 0:
@@ -148,7 +148,7 @@ class EnvHandle:
         self.observation = ""
         """The last observation."""
         self.anchor = ""
-        """The last observation, in the form that GiGPO compares."""
+        """The last observation in the form that GiGPO compares."""
         self.patience = Patience(config.step_timeout_s)
         self._environment = environment
         self._threads = threads
@@ -171,7 +171,7 @@ class EnvHandle:
 
     @property
     def agent_task(self) -> dict[str, Any]:
-        """The task as a program gets it: the environment's member `agent_task`, or the context."""
+        """The task for a program: the environment's member `agent_task`, or the context."""
         fields = getattr(self._environment, "agent_task", None)
         return {"prompt": self._context} if fields is None else dict(fields)
 
@@ -312,7 +312,7 @@ class Response(str):
     message: Context
     """The context that the response answers."""
     answer: str
-    """The whole answer so far, stop strings included.
+    """The whole answer so far, including stop strings.
 
     A call that `continues` this response continues after it.
     """
@@ -377,8 +377,8 @@ class Model(ABC):
         `tools` are by default the environment's. A response has at most `max_tokens` tokens, and
         never more than rollout.max_response_tokens.
 
-        With `continues`, the text `context` is put after that response. It goes within the answer,
-        or becomes a further user message if the model had ended its turn. The prompt_ids are then
+        With `continues`, the text `context` is put after that response. It becomes part of the
+        answer, or another user message if the model had ended its turn. The prompt_ids are then
         exactly the previous turn's prompt_ids + response_ids + the ids of the added text. Raises
         ContextFull beyond rollout.max_prompt_tokens.
         """
@@ -407,7 +407,7 @@ class Model(ABC):
         )
 
     def take_back(self) -> None:
-        """Remove the last turn: nobody has read its answer."""
+        """Remove the last turn, whose answer nobody has read."""
         self.episode.trajectory.turns.pop()
 
     def token_texts(self, turn: Turn) -> list[str]:
@@ -415,7 +415,7 @@ class Model(ABC):
         return []
 
     def _next_seed(self) -> int:
-        """Return the seed of the next call, from the coordinates of its draw."""
+        """Return the seed of the next call, derived from the coordinates of its draw."""
         episode = self.episode
         trajectory = episode.trajectory
         return derive_seed(

@@ -1,4 +1,4 @@
-"""Gives every rank whole episodes that other ranks have played: for callbacks, not for training.
+"""Gives every rank the whole episodes that other ranks have played. Callbacks use it, not training.
 
 Token ids and log-probs travel as arrays, texts and outcomes as JSON.
 """
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def gather_turns(groups: Sequence[Group], ranks: "Ranks") -> list[Group]:
-    """Return the groups with the turns of all episodes, on every rank. A call of all ranks.
+    """Return the groups with the turns of all episodes, on every rank. Every rank must call this.
 
-    This takes the memory of all of them on every rank. Log-probs and entropies travel as float32,
-    which is what engines return.
+    Every rank then holds all of them in memory. Log-probs and entropies travel as float32, which is
+    what engines return.
     """
     own_trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     is_partial = any(isinstance(trajectory, AwayTrajectory) for trajectory in own_trajectories)

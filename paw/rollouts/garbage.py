@@ -2,7 +2,7 @@
 
 By default it does so after every 700 new objects, and from time to time it goes through all
 objects. With 10,000 episodes this took more than half of the scheduler's time
-(bench/rollout/environments.py), since they have many objects, none of which is garbage.
+(bench/rollout/environments.py), because they have many objects and none of them is garbage.
 """
 
 import gc
@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 OBJECTS_PER_EPISODE = 20
-"""New objects of an episode after which Python looks for garbage."""
+"""New objects per episode after which Python looks for garbage."""
 _lock = threading.Lock()
 _plays: list[int] = []
-"""The numbers of episodes of the plays in progress. There may be several, in threads."""
+"""The number of episodes of each play in progress. There may be several plays, in threads."""
 _usual_threshold = 0
-"""The threshold when nothing is played."""
+"""The threshold when no episodes are in play."""
 
 
 @contextmanager
 def rarer_collections(episodes: int) -> Iterator[None]:
-    """While `episodes` are played at a time, look for garbage in proportion to their number."""
+    """While `episodes` are played in parallel, make collections rarer in proportion to them."""
     global _usual_threshold
     with _lock:
         if not _plays:

@@ -31,8 +31,8 @@ Sums of squares over an update then stay far below float32's largest number.
 def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Threads:
     """Make the threads in which a factory's environments run.
 
-    There are at most `count` if the environments may block, else one. Environments of this project
-    have their own time limits, and those that never wait stay in the caller's thread.
+    There are at most `count` if the environments may block, otherwise one. Environments of this
+    project have their own time limits, and those that never wait stay in the caller's thread.
     """
     if not factory.may_block:
         count = 1
@@ -44,13 +44,13 @@ def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Thre
 class CheckedEnv:
     """An Env whose results are checked. Its methods may be sync or async.
 
-    The methods here are synchronous: they return when the environment's own methods have, and run
-    its coroutines on a loop of their own. Episodes instead await a coroutine environment on their
-    event loop (`paw.rollouts.coroutine_env`), with the same checks, the methods `checked_...`.
+    The methods here are synchronous. They return when the environment's own methods have returned,
+    and run its coroutines on their own loop. Episodes instead await a coroutine environment on
+    their event loop (`paw.rollouts.coroutine_env`), with the same checks (methods `checked_...`).
 
     Optional methods have a default. A result that is not allowed raises EnvironmentFailure. Texts
     are cut to env.max_text, at the end that the tokenizer would cut, and lone surrogates become
-    question marks. Turn env.max_turns is the last one. All other attributes are those of the
+    question marks. An episode ends after turn env.max_turns. All other attributes are those of the
     environment itself.
     """
 
@@ -112,7 +112,7 @@ class CheckedEnv:
         return messages
 
     def anchor(self) -> str:
-        """The observation that GiGPO compares: the last one, unless the Env says otherwise."""
+        """Return the observation that GiGPO compares, by default the last one."""
         return self.checked_anchor(self._call("anchor", default=self._last))
 
     def checked_anchor(self, anchor: object) -> str:
@@ -196,7 +196,7 @@ class CheckedEnv:
         return getattr(self._environment, name)
 
     def _run(self, function: Callable[[], Any]) -> Any:
-        """Return what `function` does, which uses the environment."""
+        """Call `function`, which uses the environment, and return its result."""
         return function()
 
     def _call(self, name: str, *args: Any, default: Any = None) -> Any:
@@ -214,7 +214,7 @@ class CheckedEnv:
         method = getattr(self._environment, name, None)
         result = method(*args) if method else default
         if inspect.isawaitable(result):
-            # This uses its own loop, so a method that blocks costs only its own episode.
+            # This uses its own loop, so a method that blocks delays only its own episode.
             self._loop = self._loop or asyncio.new_event_loop()
             return self._loop.run_until_complete(result)
         return result

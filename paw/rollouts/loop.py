@@ -23,14 +23,14 @@ _acting: "ContextVar[tuple[EpisodeLoop, Trajectory] | None]" = ContextVar("_acti
 HOLD_S = 0.1
 """Seconds of one round of the loop that count as waiting.
 
-What a round takes beyond that, such as a long batch of the engine, is not the fault of whoever
-waits meanwhile.
+Time beyond that, such as a long batch of the engine, is not the fault of the agents and calls that
+are waiting.
 """
 
 
 RUNS_SHARE = 0.5
-"""A thread that ran for more than this share of a time span was not starved in it, unless it had to
-wait for the disk."""
+"""A thread that ran for more than this share of a time span was not starved, unless it had to wait
+for the disk."""
 
 
 class ClockedSelector(selectors.DefaultSelector):
@@ -75,7 +75,7 @@ class ThreadUsage(NamedTuple):
         return cls(usage.ru_utime + usage.ru_stime, usage.ru_nvcsw, usage.ru_majflt)
 
     def was_starved(self, seconds: float) -> bool:
-        """Whether other programs kept the thread from running in most of the `seconds` since."""
+        """Whether other programs kept the thread from running for most of the `seconds` since."""
         now = ThreadUsage.now()
         if now.faults > self.faults:
             return True
@@ -85,7 +85,7 @@ class ThreadUsage(NamedTuple):
 
 
 class GarbageClock:
-    """Measures how long Python collects garbage. It may do so in anybody's code."""
+    """Measures how long Python collects garbage, which may happen in any code."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -163,7 +163,7 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
             self.refuse("the agent stopped the event loop, on which other episodes are played")
 
     def refuse(self, reason: str) -> None:
-        """Fail the episode whose agent's code runs now.
+        """Fail the episode whose agent's code is running.
 
         Raises RuntimeError in that code, unless it is a callback.
         """
@@ -180,7 +180,7 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
 
 
 class SchedulerTask(asyncio.Task[Any]):
-    """A task that plays an episode, or drives them all. No agent made it."""
+    """A task that plays one episode or drives all episodes. No agent made it."""
 
     trajectory: Trajectory | None = None
     """The episode that it plays."""
@@ -205,8 +205,8 @@ class AgentTask(asyncio.Task[Any]):
         """Cancel the task. Another episode may do so too, since libraries share tasks among
         episodes.
 
-        In that case it happens a moment later, unless that episode has meanwhile tried to cancel a
-        task of the scheduler. That would mean its agent cancels every task there is.
+        In that case the task is cancelled a moment later, unless that episode has meanwhile tried
+        to cancel a task of the scheduler. That would mean that its agent cancels all tasks.
         """
         loop: Any = self.get_loop()
         acting = loop.acting()

@@ -1,4 +1,4 @@
-"""What an episode is worth, if not the environment's own reward: [reward] or [[rewards]].
+"""Rewards that replace the environment's own: [reward] or [[rewards]].
 
 One of several environments may have its own, [[envs.rewards]].
 """
@@ -18,7 +18,7 @@ class Reward(NamedTuple):
     """One reward of an episode."""
 
     label: str
-    """Its name in metrics; "" if it is the only one."""
+    """Its name in metrics; "" if it is the only reward."""
     weight: float
     origin: str
     """The key that names it, for messages."""
@@ -40,7 +40,7 @@ class Reward(NamedTuple):
 def load_rewards(config: Config) -> list[Reward]:
     """Return the rewards that [reward] or [[rewards]] name, with their settings.
 
-    Returns none if the environment's own rewards count as they are.
+    Returns [] if the environment's own rewards are used unchanged.
     """
     if config.rewards:
         return _load_all(config.rewards)

@@ -1,9 +1,9 @@
-"""Episodes played in parallel: agents' coroutines on one event loop, over one engine.
+"""Plays episodes in parallel. Agents are coroutines on one event loop and share one engine.
 
 A finished response goes to its agent, which steps its environment, and the next turn's request
 enters the engine immediately. Environments that may block run in threads, and coroutine
 environments on the loop. Seeds come from (seed, stream, task, member, turn), so an episode's tokens
-do not depend on the others in its batch.
+do not depend on the other episodes in its batch.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class PlayState:
     """Episodes in play."""
     queue: list[QueuedRequest] = field(default_factory=list)
     in_flight: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
-    """Completions that the engine owes, by the key of their request."""
+    """Completions that the engine has not returned yet, by the key of their request."""
     error: BaseException | None = None
     """The error that ends the play before all episodes have ended."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,9 +85,10 @@ class Rollouts:
     Environments are kept for later episodes, those of each factory in a pool. `engine` and `chat`
     are the model's. They are None if `run_episodes` gets a `make_model` instead.
 
-    `training`, `evaluation` and `play_tasks` play tasks and return groups of all ranks, those of
-    other ranks without their turns. They consist of `play_share`, which plays this rank's episodes,
-    and `gather_groups`. `run_episodes` plays given episodes to their ends, and all others call it.
+    `training`, `evaluation` and `play_tasks` play tasks and return the groups of all ranks. The
+    episodes of other ranks come without their turns. These methods call `play_share`, which plays
+    this rank's episodes, and then `gather_groups`. `run_episodes` plays given episodes to their
+    ends, and all others call it.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Rollouts:
     def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
         """Play the first `count` tasks of update `step` in groups, as `play_tasks` does.
 
-        Then play further ones if groups have to be replaced, see `refill`.
+        If groups have to be replaced, play further tasks (see `refill`).
         """
         tasks = self.tasks(step, count)
         own_result = self.play_share_of_update(step, tasks, progress)
@@ -161,8 +162,8 @@ class Rollouts:
     ) -> RolloutResult:
         """Replace groups whose returns are all equal with groups of further tasks.
 
-        No policy learns from such groups. This is dynamic sampling (DAPO, arXiv 2503.14476). At
-        most `rollout.refill` times `count` further tasks are played. If no group has differing
+        A policy learns nothing from such groups. This is dynamic sampling (DAPO, arXiv 2503.14476).
+        At most `rollout.refill` times `count` further tasks are played. If no group has differing
         returns, the groups stay as they were.
         """
         groups, stats = result
@@ -250,9 +251,9 @@ class Rollouts:
     ) -> RolloutResult:
         """Return the groups that all ranks have played, in the order of tasks.
 
-        `own_result` has this rank's parts of them. Of the others' episodes there is a summary
+        `own_result` has this rank's parts of them. The other ranks' episodes are summaries
         (`AwayTrajectory`). Groups with too few members left are dropped here, whichever rank played
-        them. A call of all ranks.
+        them. Every rank must call this.
         """
         rank_results = [own_result]
         if self.ranks and self.ranks.world_size > 1:
@@ -313,12 +314,12 @@ class Rollouts:
         return groups, stats
 
     def _check_task(self, task: Task) -> None:
-        """Raise UserError for something that is not a Task, or for one of a forbidden kind."""
+        """Raise UserError if this is not a Task, or if its kind is not allowed."""
         if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
             name = type(self.factory).__name__
             raise UserError(
                 f"{name}: {short_repr(task)} is among the tasks; "
-                "each must be a Task, id and kind texts"
+                "each must be a Task whose id and kind are strings"
             )
         check_kind(task, self.factory)
 
@@ -363,10 +364,10 @@ class Rollouts:
         """Play the episodes to their ends, `at_once` of them in parallel (0: all).
 
         If an agent has an attribute `at_once`, it also limits how many of the agent's episodes run
-        in parallel. If given, `make_model` makes the model of an episode, instead of the engine's.
-        `on_end` is called with each episode as it ends. Any error of an environment or an agent
-        fails only its episode. KeyboardInterrupt, UserError, and any error of the engine or
-        `on_end` end the play.
+        in parallel. `make_model`, if given, makes an episode's model, which is otherwise that of
+        the engine. `on_end` is called with each episode as it ends. An error of an environment or
+        an agent fails only its episode. KeyboardInterrupt, UserError, and any error of the engine
+        or `on_end` end the play.
         """
         self._state = PlayState(unfinished=len(episodes))
         at_once = at_once or len(episodes) or 1
@@ -404,7 +405,7 @@ class Rollouts:
         slots: tuple[asyncio.Semaphore, asyncio.Semaphore],
         on_end: Callable[[Episode], None] | None,
     ) -> None:
-        """Play an episode when a slot is free for it: of its agent first, then of all.
+        """Play an episode once its agent has a free slot and then the whole play has one.
 
         An error that is not the episode's own failure ends the play.
         """
@@ -425,7 +426,7 @@ class Rollouts:
         state.changed.set()
 
     def _cancel(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """Cancel tasks that have not ended, and give them and their calls STOP_S to do so."""
+        """Cancel tasks that have not ended, and give them and their calls STOP_S to end."""
         cancelled: list[asyncio.Task[Any]] = []
         for task in tasks:
             if not task.done() and task.cancel():
@@ -505,8 +506,8 @@ class Rollouts:
     def _engine_may_step(self) -> bool:
         """Whether there are requests and the step need not wait for more.
 
-        An engine that takes no request while it runs waits for all live episodes, including those
-        whose environment is being made. Others work meanwhile.
+        An engine that takes no requests while it runs waits for all live episodes, including those
+        whose environment is being made. Other engines do not wait.
         """
         state = self._state
         waiting = len(state.queue) + len(state.in_flight)
@@ -515,7 +516,7 @@ class Rollouts:
         return self.engine.continuous or waiting >= state.live
 
     def _step(self) -> bool:
-        """Submit the queued requests and step the engine. Returns whether it completed any."""
+        """Submit the queued requests and step the engine. Returns whether any were completed."""
         state = self._state
         if not self.engine.continuous:
             # Batches must not depend on which environment was faster.

@@ -1,9 +1,9 @@
 """One agent's requests to an OpenAI-compatible endpoint, as the turns of an episode.
 
-Token in, token out: if a request's messages are those of an earlier one, the model's answer to it
-and then others, the new prompt begins with the ids that the model read and sampled. Any other
-request, such as an edited conversation or that of a sub-agent, begins a new sequence of the same
-episode. What a request adds after an answer is that turn's observation.
+Token in, token out: if a request's messages are those of an earlier one, then the model's answer to
+it, then others, the new prompt begins with the ids that the model read and sampled. Any other
+request, such as an edited conversation or that of a sub-agent, begins a new sequence in the same
+episode. The messages that a request adds after an answer are that turn's observation.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ from paw.rollouts.text.chat import ContextFull, FirstPromptTooLong
 from paw.types import Reply, Turn
 
 LARGE = 100_000
-"""Characters above which the tools of a request are not kept for the next one."""
+"""Maximum characters of a request's tools that are kept for the next request."""
 
 
 class Notes:
-    """Says each thing once."""
+    """Prints each note once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -125,9 +125,9 @@ class Session:
         return self._env.episode.trajectory.turns
 
     def _check_fits(self, request: ChatRequest) -> None:
-        """Refuse texts that are too long for any prompt, before seconds are spent on their tokens.
+        """Refuse texts that are too long for any prompt.
 
-        All episodes would wait for that.
+        Tokenising them would take seconds, and all episodes would have to wait.
         """
         limit = self._env.config.max_text
         if sum(len(message["content"]) for message in request.messages) > limit:
@@ -150,7 +150,7 @@ class Session:
         if len(self.turns) >= self._config.env.max_turns:
             self.is_at_limit = True
             raise RequestError(
-                f"env.max_turns = {self._config.env.max_turns}: the episode may ask no more",
+                f"env.max_turns = {self._config.env.max_turns}: the episode has no requests left",
                 code="max_turns",
             )
 
@@ -235,7 +235,7 @@ class Session:
         )
 
     def _report_ignored(self, request: ChatRequest) -> None:
-        """Say once for each parameter that the run's sampling is used instead."""
+        """Say, once for each parameter, that the run's own sampling is used instead."""
         temperature = self._env.episode.temperature
         for name, value in request.sampling.items():
             if name == "temperature" and value == temperature:
@@ -257,12 +257,12 @@ def _tools_of(request: ChatRequest) -> list[Tool]:
 
 @lru_cache(256)
 def _known_tools(text: str) -> list[Tool]:
-    """Check tools, given as JSON: those of an agent are the same in each of its requests."""
+    """Check tools given as JSON. Cached, because all requests of an agent have the same tools."""
     return checked_tools(json.loads(text))
 
 
 def _observe(answered: AnsweredRequest, added: list[Message]) -> None:
-    """Record the messages that follow an answer as what it led to."""
+    """Record the messages that follow an answer as its observation."""
     if answered.is_observed:
         return
     answered.is_observed = True
@@ -282,7 +282,8 @@ def _observe(answered: AnsweredRequest, added: list[Message]) -> None:
 def _is_same_answer(message: Message, sent: Message) -> bool:
     """Whether a message is the answer that was sent.
 
-    Clients may write it otherwise: calls with other spaces, no thought, no text beside calls.
+    Clients may write it differently: with other spaces in calls, or without the thought or the text
+    beside calls.
     """
     if message["role"] != "assistant":
         return False

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EpisodeReport:
-    """An episode as ranks tell it one another."""
+    """A summary of an episode for the other ranks."""
 
     task: str
     """Its id."""
@@ -78,7 +78,7 @@ def share_summaries(
 ) -> list[RolloutResult]:
     """Return the episodes of `tasks` that each rank has played, in the order of ranks.
 
-    A call of all ranks. Those of other ranks have no turns.
+    Every rank must call this. Those of other ranks have no turns.
     """
     results: list[RolloutResult] = []
     reports = ranks.gather(RankReport.of(own_result), RankReport)

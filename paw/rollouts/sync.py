@@ -34,7 +34,7 @@ CAUSES = (
 )
 """What may be wrong with an engine in this process."""
 SERVER_CAUSES = (
-    "it does not hold the weights it was sent, or reports numbers of another temperature"
+    "it does not hold the weights it was sent, or reports numbers for another temperature"
 )
 """What may be wrong with a server."""
 
@@ -50,8 +50,8 @@ class StaleWeightsError(UserError):
 def push_weights(
     model: nn.Module, engine: Engine, version: int, dtype: torch.dtype | None = None
 ) -> None:
-    """Send every parameter of a Hugging Face causal LM to `engine`, matrices in `dtype` (default:
-    that of the parameter).
+    """Send every parameter of a Hugging Face causal LM to `engine`. Matrices are sent in `dtype`
+    (default: that of the parameter).
 
     With FSDP2, this is a collective call of all ranks. Raises UserError if `engine` stopped before
     it had taken all parameters.
@@ -118,7 +118,7 @@ class Distances:
     def of(cls, values: Values) -> "Distances":
         return cls(
             tokens=len(values),
-            beyond_limit=int((~(values <= LIMIT)).sum()),  # NaN counts as well
+            beyond_limit=int((~(values <= LIMIT)).sum()),  # NaN counts too
             total=sum(values.tolist()),
             largest=float(values.max()),
         )
@@ -141,7 +141,7 @@ def sampler_mismatch(
     """Return how far the trainer's log-probs [N] of tokens are from the sampler's, in nats.
 
     Returns health/sampler_mismatch (the largest distance) and health/sampler_mismatch_mean, or {}
-    without tokens. Tokens of other weights, according to `origins`, are left out. Each rank passes
+    without tokens. Tokens that `origins` assigns to other weights are left out. Each rank passes
     its own tokens and gets the result for all.
 
     Raises StaleWeightsError on all ranks if more than `TOLERATED` of a server's tokens are beyond

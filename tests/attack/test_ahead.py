@@ -233,7 +233,7 @@ def test_one_whose_environment_is_slow_is_left_alone(played_ahead, capfd):
 
 def test_an_environment_that_lists_other_tasks_each_time_is_named(played_ahead):
     rollouts = played_ahead("OtherTasks")
-    with pytest.raises(UserError, match="has other tasks than the trainer"):
+    with pytest.raises(UserError, match="has different tasks from the trainer"):
         rollouts.training(0, 2)
 
 

@@ -301,7 +301,7 @@ def test_an_agent_that_waits_for_ever_costs_its_episode(rollouts):
     played.agent = agent
     groups, stats = play(played)
     reason = (
-        "the agent waited over env.step_timeout_s = 0.3 for something other than the "
+        "the agent waited longer than env.step_timeout_s = 0.3 for something other than the "
         "model and the environment"
     )
     assert stats.failures == [f"train/0/{i}: TimeoutError: {reason}" for i in range(2)]
@@ -332,7 +332,7 @@ def test_agents_do_not_wait_for_threads_of_others_nor_for_the_engine(rollouts):
     played.engine.step = lambda: time.sleep(0.7) or step()
     groups, stats = play(played, groups=8)
     assert len(stats.failures) == 8
-    assert all("the agent waited over env.ste" in failure for failure in stats.failures)
+    assert all("the agent waited longer than env.ste" in failure for failure in stats.failures)
     assert sizes_of(groups) == [3] * 8
     hanging = [thread for thread in threading.enumerate() if "(work)" in thread.name]
     assert len(hanging) == 8
@@ -403,8 +403,8 @@ CANCELLED = "RuntimeError: the agent cancelled tasks that are not its own"
         (cancels_all, CANCELLED),
         (cancels_all_and_ignores_what_comes, CANCELLED),
         (cancels_itself, "CancelledError"),
-        (stops_at_none, "ValueError: stop contains None; each must be a non-empty text"),
-        (stops_at_an_empty_text, "ValueError: stop contains ''; each must be a non-empty text"),
+        (stops_at_none, "ValueError: stop contains None; each must be a non-empty string"),
+        (stops_at_an_empty_text, "ValueError: stop contains ''; each must be a non-empty string"),
         (empties_its_turns, "RuntimeError: turn 0 has no response_ids"),
         (has_no_outcome, "RuntimeError: turn 0 has the outcome None"),
     ],

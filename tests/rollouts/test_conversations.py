@@ -276,7 +276,7 @@ def test_calls_are_read_without_vllm():
         reads(Chat(TOKENIZERS[name], tool_parser="transformers"), WRITTEN[name])
     with pytest.raises(
         UserError,
-        match=r"tool_parser = 'transformers' finds no parser of calls as the chat template",
+        match=r"tool_parser = 'transformers' finds no parser for calls as the chat template",
     ):
         Chat(TOKENIZERS["llama3.1"], tool_parser="transformers").reply("", [tool()])
 

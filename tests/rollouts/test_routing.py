@@ -151,7 +151,7 @@ def test_requests_go_through_a_router_and_weights_past_it():
         push_weights(model, engine, version=3)
     engine.close()
     assert str(refusal.value).startswith(f"engine.urls: {peers[0].url} has not taken the weights")
-    assert str(refusal.value).endswith("take it out there, or restart it")
+    assert str(refusal.value).endswith("remove it there, or restart it")
     assert "\n" not in str(refusal.value)
 
 

@@ -1,11 +1,10 @@
 """Episodes of the next updates, played while the trainer works.
 
-Each rank has a process for this, because threads of one Python process wait for one another. The
-process plays on servers that take new weights meanwhile. The episodes of update t start when the
-trainer starts update t - rollout.ahead, so no token comes from older weights. The process has its
-own environment, agent and connection to the servers (player.py), and ends with the trainer
-(supervisor.py). If it has ended or shows no sign of life, the trainer does not wait for it and
-plays the update itself.
+Each rank has a process for this, because the threads of one Python process wait for one another.
+The process plays on servers, which take new weights while it plays. The episodes of update t start
+when the trainer starts update t - rollout.ahead, so no token comes from older weights. The process
+has its own environment, agent and connection to the servers (player.py), and ends with the trainer
+(supervisor.py). If it has ended or shows no sign of life, the trainer plays the update itself.
 """
 
 import os
@@ -50,7 +49,7 @@ SILENT_S = 60.0
 """Seconds without a sign of life, added to the env.step_timeout_s that a call may take."""
 TICK_S = 1.0
 END_S = CLOSE_S + 2 * LINGER_S + 2.0
-"""Seconds for the process and everything it started to end."""
+"""Seconds that the process and everything it started have to end."""
 
 
 class PlayerLost(Exception):
@@ -136,7 +135,7 @@ class PlayerHandle:
                 future.set_exception(reason)
 
     def _receive_all(self) -> Exception:
-        """Handle messages until the last one. Returns why no more come."""
+        """Handle all messages. Returns the reason why no more come."""
         silent_s = 0.0  # counts only the time the trainer runs, as it may be stopped itself
         while True:
             message = self._channel.receive(TICK_S)
@@ -204,8 +203,8 @@ class UpdateAhead:
 class AsyncRollouts:
     """Plays `rollout.ahead` updates ahead of the one that is asked for.
 
-    `rollouts` plays in this process whatever the trainer has to wait for: evaluations, and updates
-    that could not be played ahead. `model` is the folder of its tokenizer.
+    `rollouts` plays evaluations, and updates that could not be played ahead, in this process, while
+    the trainer waits. `model` is the folder of its tokenizer.
     """
 
     def __init__(self, rollouts: Rollouts, model: str) -> None:
@@ -222,7 +221,10 @@ class AsyncRollouts:
         rollouts.engine.pool.on_arrived = self._send_arrived
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
-        """Play the episodes of update `step`, as `Rollouts.training` does. A call of all ranks."""
+        """Play the episodes of update `step`, as `Rollouts.training` does.
+
+        Every rank must call this.
+        """
         rollouts = self._rollouts
         config = rollouts.config
         self._progress = progress or self._progress
@@ -321,9 +323,9 @@ class AsyncRollouts:
         return player
 
     def _send_expected(self, version: int) -> None:
-        """Called by the pool: weights are on their way."""
+        """Called by the pool when weights are on their way."""
         self._player.send(WeightsExpected(version=version))
 
     def _send_arrived(self, version: int, faults: dict[str, str]) -> None:
-        """Called by the pool: all servers have the weights, except those with faults."""
+        """Called by the pool when all servers have the weights, except those with faults."""
         self._player.send(WeightsArrived(version=version, faults=faults))

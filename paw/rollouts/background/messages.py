@@ -23,9 +23,9 @@ from paw.rollouts.exchange import set_tasks, turns_of
 from paw.types import Task, Turn, no_ids, no_values
 
 CHUNK = 1 << 20
-"""Bytes read at once."""
+"""Bytes per read."""
 REQUIRED = {"prompt_ids": no_ids, "response_ids": no_ids, "sampled_logp": no_values}
-"""Fields of a turn's arrays that are never None, with what makes an empty one."""
+"""Array fields of a turn that are never None, with a function that makes an empty array."""
 
 
 class Message(BaseModel):
@@ -35,7 +35,7 @@ class Message(BaseModel):
 
 
 class PackedRows(Message):
-    """Arrays of numbers, one after another. An array may be None."""
+    """Arrays of numbers, concatenated. An array may be None."""
 
     lengths: bytes
     """The length of each array, as int32; -1 for None."""
@@ -55,7 +55,7 @@ class PackedRows(Message):
         )
 
     def unpack(self, dtype: type[np.number]) -> list[np.ndarray | None]:
-        """The arrays are views of one."""
+        """Return the arrays, which are views of one array."""
         numbers = np.frombuffer(bytearray(self.numbers), dtype)
         unpacked_rows: list[np.ndarray | None] = []
         row_start = 0
@@ -166,7 +166,7 @@ class UpdatePlayed(Message):
     tasks: str
     """Digest of the ids of its tasks."""
     rest: RolloutResult
-    """All but the packed numbers of turns. Tasks are given by their index in the update."""
+    """Everything except the packed numbers of turns. A task is given by its index in the update."""
     ids: PackedRows
     values: PackedRows
 
@@ -192,9 +192,9 @@ class UpdatePlayed(Message):
         if self.tasks != digest(tasks):
             raise UserError(
                 f"update {self.step + 1}: "
-                "the process that plays ahead has other tasks than the trainer; "
-                "an environment must list the same tasks whenever it is loaded, "
-                "or be played without: --rollout.ahead 0"
+                "the process that plays ahead has different tasks from the trainer; "
+                "an environment must list the same tasks whenever it is loaded; "
+                "if it cannot, use --rollout.ahead 0"
             )
         token_ids = iter(self.ids.unpack(np.int32))
         values = iter(self.values.unpack(np.float64))
@@ -243,7 +243,7 @@ class Channel:
             self._socket.sendall(b"\n")
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        """The next message; None if no byte arrives for `timeout_s` seconds.
+        """Return the next message; None if no byte arrives for `timeout_s` seconds.
 
         Raises EOFError or OSError at the end, and pydantic's ValidationError for a line that is not
         a message.

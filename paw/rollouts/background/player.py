@@ -50,7 +50,7 @@ MARGIN_S = 2.0
 
 
 class PlayerRollouts(Rollouts):
-    """Rollouts in a thread of their own, which another thread watches and stops."""
+    """Rollouts in their own thread, which another thread watches and stops."""
 
     def __init__(
         self, factory: EnvFactory, engine: ServerEngine, chat: Chat, config: Config, ranks: Ranks
@@ -123,12 +123,12 @@ class Player:
 
     def goes_on(self) -> bool:
         """Whether every event loop is running. An agent may block one."""
-        # All are asked, even after one turns out to be blocked.
+        # Ask all loops, even after one turns out to be blocked.
         signs = [rollouts.loop_goes_on() for rollouts in self._rollouts]
         return all(signs)
 
     def close(self) -> None:
-        """Drop what is in play and close the environments, within CLOSE_S altogether."""
+        """Drop the episodes in play and close the environments, within CLOSE_S in total."""
         deadline = time.monotonic() + MARGIN_S
         for rollouts in self._rollouts:
             rollouts.stop()

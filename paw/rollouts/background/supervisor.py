@@ -20,7 +20,7 @@ from paw.rundir.signals import STOPS
 CLOSE_S = 10.0
 """Seconds for the process to close its environments."""
 LINGER_S = 3.0
-"""Seconds for what it started to end by itself, then seconds to end after SIGTERM."""
+"""Seconds that its children have to end by themselves, then to end after SIGTERM."""
 TICK_S = 1.0
 LOOK_S = 0.05
 PR_SET_CHILD_SUBREAPER = 36
@@ -75,7 +75,7 @@ def _wait_for(pid: int) -> int:
 
 
 def _end_descendants(group: int) -> None:
-    """End everything the process left behind, in any process group."""
+    """End everything the process left running, in any process group."""
     if sys.platform != "linux":
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)

@@ -9,7 +9,7 @@ from paw.rollouts.engines.base import Engine, EnginePlan, PlannedRun
 
 
 def find_engine(name: str) -> type[Engine]:
-    """Return the class that `engine.type = name` means. Built-in classes load no torch.
+    """Return the class that `engine.type = name` names. Built-in classes do not load torch.
 
     Raises UserError if it is not an engine, or lacks a method.
     """
@@ -25,7 +25,7 @@ def find_engine(name: str) -> type[Engine]:
 
 
 def plan_engine(run: PlannedRun) -> EnginePlan:
-    """Return what the engines of a planned run will need. Loads no torch.
+    """Return what the engines of a planned run will need. Does not load torch.
 
     Raises UserError for any error in a user's code.
     """

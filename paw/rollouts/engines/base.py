@@ -3,12 +3,12 @@
 `engine.type` names a class derived from `Engine`, either built-in or your own (see
 docs/bring-your-own.md). Both kinds are declared in the same way, and this file documents everything
 that an engine must or may offer. `paw plan`, `paw doctor` and the checks of a configuration need
-answers before a run has an engine. The class gives them, through class attributes and class
-methods.
+facts about an engine before the run has one. Class attributes and class methods provide them.
 
 `submit` requests at any time, and call `step` until the finished ones come back. The transformers
 engine finishes whatever is queued in one step; vLLM batches continuously. Importing the module of a
-built-in engine loads no torch, so a configuration is checked quickly. Your own module may load it.
+built-in engine does not load torch, so a configuration is checked quickly. Your own module may load
+it.
 """
 
 from abc import ABC, abstractmethod
@@ -69,11 +69,11 @@ class Completion:
     """The model's own log-probability of each token: log_softmax(logits / temperature) over the
     full vocabulary, however the token was chosen (top-p, a grammar). The trainer compares it with
     its own (health/sampler_mismatch) and ends the run if they differ. With policy.old_logp =
-    "engine" it also trains on it. At temperature 0 any number will do, because such responses are
+    "engine" it also trains on it. At temperature 0 it may be any number, because such responses are
     not trained on."""
     entropy: list[float] | None
-    """Entropy of the distribution that `logp` is from, at each token, nats; None if the engine does
-    not give it. With policy.old_logp = "engine" it is compared like `logp`."""
+    """Entropy at each token of the distribution that `logp` is from, in nats; None if the engine
+    does not return it. With policy.old_logp = "engine" it is compared as `logp` is."""
     cached_tokens: int = 0
     """Prompt tokens served from the prefix cache."""
     versions: list[int] | None = None
@@ -103,7 +103,7 @@ class EngineParts:
     end_ids: frozenset[int]
     """Tokens that end a response."""
     context: int
-    """Largest number of tokens of a prompt and its response together."""
+    """Maximum number of tokens of a prompt and its response together."""
     ranks: "Ranks"
     own_weights: bool = False
     """Whether the policy's weights will be sharded, so that an engine needs a copy of them."""
@@ -143,7 +143,7 @@ class PlannedRun:
     kv_heads: int
     """Key-value heads of an attention layer."""
     cache_wanted: int
-    """Tokens that an engine's KV cache should hold at the least."""
+    """Minimum number of tokens that an engine's KV cache should hold."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class EnginePlan:
     cards: int = 1
     """GPUs of each engine."""
     least_cards: int = 1
-    """Fewest GPUs that give an engine room for the model; 0 if no number is enough."""
+    """Minimum number of GPUs on which the model fits; 0 if no number is enough."""
     weights: float = 0.0
     """The engine's weights and buffers on each training GPU, while episodes are played."""
     cache: float = 0.0
@@ -181,7 +181,7 @@ class EnginePlan:
     cache_is_fixed: bool = False
     """Whether the cache has a fixed size that must hold PlannedRun.cache_wanted tokens."""
     least_step_s: float = 30e-3
-    """Seconds that a decoding step takes at least, however few sequences it has."""
+    """Minimum duration of a decoding step in seconds, however few sequences it has."""
     sent_bytes: float | None = None
     """Bytes sent to an engine after each update; None for all weights."""
     sent_by: Literal["memory", "nccl", "files"] = "memory"
@@ -204,7 +204,7 @@ class Engine(ABC):
     Config: ClassVar[type[Section]] = Section
     """The engine's own keys in the section [engine], if a subclass has any."""
     requires: ClassVar[dict[str, str]] = {}
-    """What to install with pip, by module, for each module beyond PaW's own dependencies."""
+    """What to install with pip for each module beyond PaW's own dependencies, by module."""
     shares_card: ClassVar[bool] = True
     """Whether it takes turns with the trainer on the training GPUs."""
     runs_policy: ClassVar[bool] = False
@@ -212,16 +212,16 @@ class Engine(ABC):
     gives_entropy: ClassVar[bool] = False
     """Whether completions have the entropy at each token. Log-probs are always required."""
     gives_versions: ClassVar[bool] = False
-    """Whether completions have the weight version of each token, so that new weights may arrive
-    while requests are pending."""
+    """Whether completions have the weight version of each token. New weights may then arrive while
+    requests are pending."""
     has_pool: ClassVar[bool] = False
     """Whether it has a `pool`, a `paw.rollouts.engines.pool.SendingPool` of servers that a process
     beside the trainer can also use. `rollout.ahead` needs it."""
     takes_adapters: ClassVar[bool] = False
     """Whether `sync` can take LoRA adapters without the base weights, for `lora.send`."""
     sized_by_share: ClassVar[bool] = False
-    """Whether its key engine.gpu_memory_utilization is its share of the training GPUs. If so, `paw
-    plan` may change it."""
+    """Whether its key engine.gpu_memory_utilization is its share of the training GPUs' memory. If
+    so, `paw plan` may change it."""
     memory_keys: ClassVar[tuple[str, ...]] = ()
     """Its keys of [engine] that bound its memory on the training GPUs. If a GPU's memory runs out
     while it works, the run's last line names them."""
@@ -236,11 +236,11 @@ class Engine(ABC):
     continuous = False
     """Whether requests may join while others run.
 
-    If not, `step` finishes everything that is queued, so full batches pay off.
+    If not, `step` finishes everything that is queued, so batches should be full.
     """
     checkpoint_names = False
-    """Whether `sync` wants names as in a model's files, or as transformers has them. They differ
-    for experts, which are stored one by one or together."""
+    """Whether `sync` takes the parameter names of a model's files instead of those of transformers.
+    They differ for experts, which are stored one by one or together."""
     version = 0
     """Weight version: the number of updates the weights have seen."""
 
@@ -264,7 +264,7 @@ class Engine(ABC):
     def make(cls, parts: EngineParts) -> "Engine":
         """Make the engine of a run. It gets the policy's weights before the first request.
 
-        A call of all ranks. By default the class is called with `parts`.
+        Every rank must call this. By default the class is called with `parts`.
         """
         engine: Any = cls
         return engine(parts)
@@ -285,7 +285,7 @@ class Engine(ABC):
 
     @property
     def faults(self) -> dict[str, str]:
-        """What is wrong, by name, with parts that get no requests until the next `sync`."""
+        """What is wrong with parts that get no requests until the next `sync`, by their name."""
         return {}
 
     @property
@@ -309,7 +309,7 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self) -> list[Completion]:
-        """Work a little or a lot, and return the completions that have finished.
+        """Do some work, and return the completions that have finished.
 
         Returns [] only while something is still running.
         """

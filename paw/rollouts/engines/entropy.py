@@ -1,7 +1,7 @@
 """The entropy of vLLM's distribution at each sampled token. vLLM does not return it.
 
 A logits processor that changes nothing computes it, in the process in which vLLM samples. PaW
-selects transitions by the entropy of their actions. If the sampler gives the entropies,
+selects transitions by the entropy of their actions. If the sampler provides the entropies,
 `policy.old_logp = "engine"` saves the trainer a pass over the samples.
 
 Written for vLLM 0.32 and both of its model runners. V1, which runs on CPUs, passes logits divided
@@ -104,8 +104,8 @@ class Entropy(ProcessorV1, ProcessorV2):
     def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
         """Keep the entropies of a step. Returns the logits, [rows, V] float32, unchanged.
 
-        If a prompt is computed in parts, vLLM samples after each part. The last part counts,
-        because it overwrites what the others wrote.
+        If a prompt is computed in parts, vLLM samples after each part. The last part overwrites
+        what the others wrote.
         """
         scaled = logits
         if ctx is None:

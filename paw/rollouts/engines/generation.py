@@ -1,8 +1,8 @@
 """Generation on the trainer's own weights, with no second copy, no transfer and nothing to install.
 
-Prompts are sorted by length and padded on the right. Causal attention never looks right, so prefill
-needs no mask. The head is applied only to last positions. After that each row gets one token per
-step. Finished rows leave the KV cache.
+Prompts are sorted by length and padded on the right. Causal attention never looks to the right, so
+prefill needs no mask. The head is applied only to last positions. Then each row gets one token per
+step. Finished rows are removed from the KV cache.
 
 Token t of a request is drawn by inverting the distribution function at a uniform number. That
 number is a pure function of (seed, t), so tokens do not depend on the batch, except through
@@ -171,7 +171,7 @@ class Generator:
 
 
 def _partial_attention(model: PreTrainedModel, *, longest: float, mixes_tokens: bool) -> set[str]:
-    """Return the kinds of attention that cannot see all `longest` tokens, or that cap logits."""
+    """Return the kinds of attention that do not see all `longest` tokens, or that cap logits."""
     config: Any = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or []
     kinds = {kind for kind in layer_types if "attention" in kind}
@@ -281,7 +281,7 @@ def sample(
     p_BV = logp_BV.exp()
     cdf_BV = p_BV.double().cumsum(-1)
     token_B1 = torch.searchsorted(cdf_BV, uniform_B[:, None] * cdf_BV[:, -1:], right=True)
-    # It is beyond the end only if the logits are not finite.
+    # The index is beyond the end only if the logits are not finite.
     token_B1 = token_B1.clamp_(max=logits_BV.shape[-1] - 1)
     token_B1 = torch.where(greedy_B[:, None], logits_BV.argmax(-1, keepdim=True), token_B1)
     token_B = token_B1[:, 0]
@@ -310,8 +310,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def _batches(
     requests: Sequence[Request], max_tokens: int, *, same_length: bool
 ) -> Iterator[list[Request]]:
-    """Split requests into batches of prompts with similar lengths, or with `same_length` equal
-    ones.
+    """Split requests into batches of prompts with similar lengths, or equal ones if `same_length`.
 
     Each batch has at most `max_tokens` padded tokens, or is a single request.
     """

@@ -64,14 +64,14 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = url
         self.name = masked(url)
-        """Its name in files and messages: the URL without a password."""
+        """Its name in files and messages, which is the URL without a password."""
         self.fault = "it has no weights yet"
-        """Why it gets no requests; "" if it is fine."""
+        """The reason why it gets no requests; "" if there is none."""
         self.calls: set[asyncio.Future[Completion]] = set()
         self.entropy_lock = asyncio.Lock()
         """Held during an entropy call."""
         self.next_entropy_call: EntropyCall | None = None
-        """The call that waits for the lock. More responses may join it."""
+        """The call that is waiting for the lock. More responses may join it."""
 
 
 class ServerPool:
@@ -110,7 +110,7 @@ class ServerPool:
         self.version = -1
         """Version of the weights that all servers have; -1 before the first."""
         self.pending_version = -1
-        """Version of the weights on their way, or else of the last ones that arrived."""
+        """Version of the weights on their way; if there are none, of the last that arrived."""
         self._ranks = ranks
         self.timeout_s = timeout_s
         self._router = Router()
@@ -167,8 +167,8 @@ class ServerPool:
                 task = asyncio.current_task()
                 if task and task.cancelling():
                     raise
-                # Otherwise only the call was cancelled, because another request found out that
-                # something is wrong with the server.
+                # Otherwise only the call was cancelled, because another request found a fault in
+                # the server.
             except ValidationError as error:
                 self._lose(server, f"not vLLM's answer: {problem(error)}")
             except Exception as error:
@@ -335,8 +335,8 @@ class ServerPool:
 
 
 class SendingPool(ServerPool):
-    """The servers at `urls`, which get their weights from this run. Rank 0 sends, all ranks take
-    part.
+    """The servers at `urls`, which get their weights from this run. Rank 0 sends, and all ranks
+    take part.
 
     Args:
         transfer: how weights are sent.
@@ -372,8 +372,8 @@ class SendingPool(ServerPool):
     def sync(self, weights: Any, version: int) -> None:
         """Send every parameter from rank 0 to every server, including those that failed before.
 
-        A call of all ranks. Raises UserError if a server does not take the first weights, or later
-        ones while a router keeps asking it.
+        Every rank must call this. Raises UserError if a server does not take the first weights, or
+        later ones while a router keeps sending it requests.
         """
         self.expect(version)
         if self._ranks.first and self._started:
@@ -391,14 +391,14 @@ class SendingPool(ServerPool):
 
         faults = self._ranks.broadcast_from_rank0(lambda: faults)
         for url, fault in faults.items():
-            if self.version < 0:  # nothing was sampled yet, so the settings are wrong
+            if self.version < 0:  # nothing has been sampled yet, so the settings are wrong
                 raise UserError(
                     f"engine.urls: {url}: {fault}; docs/scale.md says how to start a server"
                 )
             if self._behind_router:
                 raise UserError(
                     f"engine.urls: {url} has not taken the weights of update {version}: {fault}; "
-                    "engine.router would keep asking it: take it out there, or restart it"
+                    "engine.router would keep sending it requests: remove it there, or restart it"
                 )
             if self._ranks.first:
                 to_stderr(f"{url} did not take the weights of update {version}: {fault}")
@@ -434,7 +434,7 @@ class SendingPool(ServerPool):
 def open_pool(parts: EngineParts) -> SendingPool:
     """Open the servers of engine.urls, or those that rank 0 has started, and wait for them.
 
-    A call of all ranks. Raises UserError for a server that does not come up.
+    Every rank must call this. Raises UserError for a server that does not come up.
     """
     config = parts.config
     settings = cast(ServerConfig, config.engine)
@@ -459,8 +459,8 @@ def open_pool(parts: EngineParts) -> SendingPool:
     router = settings.router
     if router and wants_entropy(config):
         raise UserError(
-            "engine.router: the entropies of a response are with the server that sampled it, which "
-            "a router does not name; use --wm.entropy sampled or --policy.old_logp trainer"
+            "engine.router: only the server that sampled a response has its entropies, and a "
+            "router does not say which; use --wm.entropy sampled or --policy.old_logp trainer"
         )
     return SendingPool(
         [router] if router else urls,

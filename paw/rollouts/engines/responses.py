@@ -11,21 +11,21 @@ from paw.envs.checked import FIRST_ERROR, Strict
 from paw.errors import clean, short_repr
 
 BASE_BYTES = 1 << 16
-"""Most bytes of a response, apart from those of its tokens."""
+"""Maximum bytes of a response, apart from those of its tokens."""
 TOKEN_BYTES = 1 << 10
-"""Most bytes of each token; vLLM takes some 150."""
+"""Maximum bytes per token; vLLM uses about 150."""
 LINE_BYTES = 1 << 12
-"""Most bytes of each token that comes in a line of its own; vLLM takes some 400."""
+"""Maximum bytes per token if each comes in its own line; vLLM uses about 400."""
 ROUNDING = 1e-3
-"""Largest allowed log-probability. Also the largest share by which an entropy may exceed that of
-equal probabilities."""
+"""Largest allowed log-probability. Also the largest fraction by which an entropy may exceed that of
+the uniform distribution."""
 MIN_LOGP = -1000.0
 """Smallest allowed log-probability: no token below -104 is drawn in float32.
 
 vLLM writes -9999 for a log-probability that it does not know or that is not a number.
 """
 MAX_SPANS = 4
-"""Most versions named in the message about a fault."""
+"""Maximum number of versions named in the message about a fault."""
 VERSION = re.compile(r"[0-9]{1,18}")
 
 
@@ -77,7 +77,7 @@ class EntropyResponse(Strict):
 
 
 def most_bytes(tokens: int, *, lines: bool = False) -> int:
-    """Return the most bytes that `tokens` tokens take; with `lines`, each is on its own line."""
+    """Return the maximum bytes of `tokens` tokens; with `lines`, each is on its own line."""
     return BASE_BYTES + tokens * (LINE_BYTES if lines else TOKEN_BYTES)
 
 

@@ -1,7 +1,7 @@
-"""vLLM servers that a run starts on its own machine, restarts once and ends with the run.
+"""vLLM servers that a run starts on its own machine. Each is restarted once, and ends with the run.
 
 Each server is a child of a small process (watch.py) that holds the other end of a pipe to the
-trainer. When the trainer is gone, even by kill -9, that process ends the server's whole process
+trainer. When the trainer has ended, even by kill -9, that process ends the server's whole process
 group.
 """
 
@@ -28,13 +28,13 @@ from paw.rollouts.engines.vllm_library import DEFAULTS, engine_options, wants_en
 from paw.rollouts.engines.watch import GOODBYE, GRACE_S, WEIGHTS_DIR
 
 HEALTH_S = 2.0
-"""Seconds for a server to say whether it is up."""
+"""Seconds that a server has to say whether it is up."""
 START_S = 1800.0
-"""Seconds for a server to come up. Large models take long to load and compile."""
+"""Seconds that a server has to come up. Large models take long to load and compile."""
 POLL_S = 0.5
 """Seconds between two checks of servers that are coming up."""
 LAST_LINES = 4
-"""Number of log lines quoted, beginning with the last error."""
+"""Number of log lines quoted, starting at the last error."""
 VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -163,7 +163,7 @@ def _divide_gpus(servers: int, tensor_parallel: int, ranks: int) -> list[list[st
 
 
 class Servers:
-    """Servers that this process starts. `urls` are known at once. Call `wait` before use.
+    """Servers that this process starts. `urls` are known immediately. Call `wait` before use.
 
     Args:
         command: starts a server. The port is appended.
@@ -234,7 +234,8 @@ class Servers:
     def revive(self) -> list[str]:
         """Restart servers that have ended, each at most once in a run.
 
-        Does not wait. The next weights go to those that answer by then. Returns a line for each.
+        Does not wait. The next weights go to the servers that are up by then. Returns a line for
+        each restarted server.
         """
         lines = []
         for server_index, process in enumerate(self._running):

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 SHARD_BYTES = 2 << 30
 """Bytes per file. Rank 0 holds one file in memory."""
 QUICK_S = 60.0
-"""Seconds for calls that need no work from a server. The other servers wait meanwhile."""
+"""Time limit in seconds for calls that need no work from a server. The other servers wait."""
 ANSWER_BYTES = 1 << 20
-"""Most bytes of an answer. It says little more than that the server is done."""
+"""Maximum bytes of an answer, which says little more than that the server is done."""
 MAX_GPUS = 4096
-"""Most GPUs of a server. It has a worker on each."""
+"""Maximum number of GPUs of a server, which has a worker on each."""
 MAX_ADAPTERS = 64
-"""Most adapters of a worker. Servers are started for one."""
+"""Maximum number of adapters of a worker. Servers are started for one."""
 
 
 class Done(Strict):
@@ -84,7 +84,7 @@ class Transfer(ABC):
         """Load the weights into every server, which then answers with this version.
 
         Goes through all of `weights` once, whatever fails. Running requests continue with the new
-        weights: earlier tokens are computed again, so each token's log-prob comes from one version.
+        weights: earlier tokens are recomputed, so each token's log-prob comes from one version.
         Returns what went wrong, by URL.
         """
         self._prepare(weights, version)
@@ -106,7 +106,7 @@ class Transfer(ABC):
         """Resume a server that has loaded the weights, under their version."""
         answer = self.post(url, "reset_prefix_cache?reset_running_requests=true", quick=True)
         if not _parse(Done, answer, "reset_prefix_cache").success:
-            raise RuntimeError("it keeps its prefix cache, which belongs to other weights")
+            raise RuntimeError("it did not reset its prefix cache, which belongs to older weights")
         self.post(url, "update_weight_version", {"new_version": str(version)}, quick=True)
         self.post(url, "resume", quick=True)
 
@@ -215,7 +215,7 @@ class AdapterTransfer(FileTransfer):
         write_adapters(self._folder, weights, self.dtype, self._lora, "new")
 
     def _load(self, weights: Any, urls: Sequence[str], version: int) -> dict[str, str]:
-        # They are replaced here, because nothing is being sampled.
+        # The adapters are replaced here because nothing is being sampled.
         (self._folder / "new").replace(self._folder / "adapter_model.safetensors")
 
         def load(url: str) -> None:
@@ -239,9 +239,9 @@ class AdapterTransfer(FileTransfer):
                 f" (status {answer.status}: {clean(answer.text, 200)})"
             )
         # The server has the previous version's adapters. Once they are dropped by their number, it
-        # reads the folder again when they are next needed. vLLM's own ways do not work here. With
-        # load_inplace it reads the files at every step, and running requests do not know a new
-        # name.
+        # reads the folder again when they are next needed. vLLM's own methods do not work here:
+        # with load_inplace it reads the files at every step, and running requests do not know a
+        # new name.
         answer = self.post(url, "collective_rpc", {"method": "list_loras"})
         for number in _parse(AdapterNumbers, answer, "collective_rpc").results[0]:
             self.post(url, "collective_rpc", {"method": "remove_lora", "args": [number]})
@@ -253,8 +253,8 @@ class NcclTransfer(Transfer):
     Tensors travel in buffers of BUCKET_BYTES, many in one broadcast. Both sides hold two buffers.
 
     The group is made again if the reachable servers have changed, because a server that restarted
-    is not in it. Servers need --weight-transfer-config '{"backend": "nccl"}'. A server that dies
-    while weights are on their way holds up the run.
+    is not in it. Servers need --weight-transfer-config '{"backend": "nccl"}'. If a server dies
+    while it is taking weights, the run hangs.
     """
 
     def __init__(self, dtype: torch.dtype, timeout_s: float, address: str) -> None:

@@ -1,4 +1,4 @@
-"""The engine that samples with the trainer's own weights. It installs nothing and sends nothing.
+"""The engine that samples with the trainer's own weights. It needs no installation or transfer.
 
 `step` answers everything queued, see `paw.rollouts.engines.generation`. Importing this module loads
 no torch.

@@ -1,4 +1,4 @@
-"""vLLM in this process: continuous batching, prefix caching, weights streamed in after updates.
+"""vLLM in this process, with continuous batching and prefix caching. Updates stream in new weights.
 
 Importing this module loads neither torch nor vLLM, which `vllm_instance.py` uses.
 """
@@ -33,7 +33,7 @@ class VllmEngine(Engine):
         model_dir: only the architecture (config.json) is read; weights are random until the first
             `sync`.
         max_model_len: tokens of the longest prompt and response together.
-        max_num_seqs: responses that are sampled at the same time, at most.
+        max_num_seqs: maximum number of responses that are sampled at the same time.
         entropy: whether completions have it.
         lora: adapters that `sync` takes without the base weights. It takes those only if vLLM does
             not have them.

@@ -1,4 +1,4 @@
-"""How much of a GPU vLLM takes, for plans of engines that use it (docs/memory.md). No torch.
+"""How much GPU memory vLLM takes, for plans of engines that use it (docs/memory.md). No torch.
 
 Constants are assumptions, unless a source is named.
 """

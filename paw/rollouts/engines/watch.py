@@ -18,14 +18,14 @@ from paw.rollouts.engines.weight_folders import is_running, remove_abandoned, st
 from paw.rundir.signals import STOPS
 
 GRACE_S = 10.0
-"""Seconds for a server to end after SIGTERM, before SIGKILL."""
+"""Seconds that a server has to end after SIGTERM, before SIGKILL."""
 GOODBYE = b"."
 """What the trainer writes into the pipe before closing it. It says that the trainer was not killed
 and removes its own folders."""
 WEIGHTS_DIR = "--weights-dir="
 """An option before the command, with the folder for the trainer's weights if not in memory."""
 LAST_S = 2.0
-"""Seconds for the trainer to end after its end of the pipe was closed."""
+"""Seconds that the trainer has to end after its end of the pipe was closed."""
 
 
 def main(command: Sequence[str], parent: int, weights_dir: Path | None = None) -> int:

@@ -3,8 +3,8 @@
     paw-weights-BOOT-NAMESPACE-PID-START-RANDOM
 
 The name says which process made the folder. So the folders of a killed run can be removed, at the
-start of any run or by the watcher of the run's servers. The id of a process may be used again after
-it has ended, so the name also has its start time. Ids are unique only within one boot of one
+start of any run or by the watcher of the run's servers. A process id may be reused after the
+process has ended, so the name also has its start time. Ids are unique only within one boot of one
 machine and one namespace (containers may share /dev/shm but number their processes separately).
 Folders of another boot, namespace or user are left alone.
 """
@@ -27,7 +27,7 @@ STATE = 0
 START = 19
 """Likewise."""
 ENDED = ("Z", "X", "x")
-"""States of a process that has ended and whose parent has not waited for it yet."""
+"""States of a process that has ended but whose parent has not waited for it yet."""
 
 
 def make_weight_folder(parent: Path | None = None) -> Path:

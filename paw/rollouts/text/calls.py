@@ -1,8 +1,8 @@
 """Reads tool calls in a model's answer, using other projects' parsers.
 
-If the tokenizer says how (`response_template`), transformers reads them. Otherwise vLLM's parser
-for the model's family reads them, or, without vLLM, one of `transformers serve`. The right parser
-is found by trial: it must read back a call that the chat template wrote.
+If the tokenizer has a `response_template`, transformers reads them. Otherwise vLLM's parser for the
+model's family reads them or, without vLLM, one of `transformers serve`. The right parser is found
+by trial: it must read back a call that the chat template wrote.
 """
 
 import json
@@ -24,9 +24,9 @@ Reader = Callable[[str, list[Any], int], Reply]
 Parsed = tuple[str, list[tuple[str, Any]]]
 """(text without its calls, (name, arguments) of each call)."""
 Parser = Callable[[str, list[Any]], Parsed]
-"""(text, tools) -> what is in the text. Raises any error if the text cannot be parsed."""
+"""(text, tools) -> the parsed text. May raise any error if the text cannot be parsed."""
 PARSE_S = 60.0
-"""Most seconds to parse an answer. It normally takes less than a millisecond."""
+"""Maximum seconds to parse an answer, which normally takes less than a millisecond."""
 TRIED_FIRST = ("hermes", "qwen3_coder", "mistral", "llama3_json", "pythonic")
 """vLLM's parsers to try first. Those of a distinct format precede those that accept any JSON."""
 
@@ -55,7 +55,7 @@ def make_reader(tokenizer: Any, name: str, *, written_call: str, model_name: str
     if not vllm_names:
         fix = "vLLM has more parsers: pip install 'paw-trainer[vllm]'"
     raise UserError(
-        f"model.tool_parser = '{name}' finds no parser of calls "
+        f"model.tool_parser = '{name}' finds no parser for calls "
         f"as the chat template of '{model_name}' writes them; "
         f"name the model's with --model.tool_parser NAME ({fix})"
     )

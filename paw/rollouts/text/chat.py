@@ -60,9 +60,8 @@ class Chat:
     `options` are variables of its chat template. `tool_parser` is model.tool_parser (see
     `paw.rollouts.text.calls`).
 
-    Raises UserError if the tokenizer has no chat template or no `tokenizers` back end. Also raises
-    it if the template does not show the user's text exactly once, or does not know one of the
-    options.
+    Raises UserError if the tokenizer has no chat template or no `tokenizers` back end, or if the
+    template does not show the user's text exactly once or does not know one of the options.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._tool_parser = tool_parser
         self._reader: Reader | None = None
-        """Finds the calls in an answer. Made when first needed, so never without tools."""
+        """Finds the calls in an answer. Made when first needed, so never if there are no tools."""
         self._backend = _own_backend(tokenizer, name=self.name)
         self._template = ChatTemplate(tokenizer, options or {})
         facts = inspect_template(self._template, tokenizer, self._backend, name=self.name)
@@ -223,7 +222,7 @@ class Chat:
         if [message["role"] for message in messages] == ["user"]:
             return [(self.separator_ids, messages[0]["content"]), (self.reply_ids, "")]
 
-        # Some templates do not take a text beside calls, or several calls.
+        # Some templates do not accept a text beside calls, or several calls.
         text_alone = {"role": "assistant", "content": REPLY}
         with_text = answer | text_alone
         without_text = answer | {"content": ""}
@@ -314,7 +313,7 @@ class Chat:
     def response_ids(self, text: str) -> list[int]:
         """Return ids of a demonstrated response after `opened`, including its end token.
 
-        A warm-up imitates these. A Reply with calls gets the ids that the template writes for it.
+        A warm-up trains on these. A Reply with calls gets the ids that the template writes for it.
         Raises EnvironmentFailure for calls that the template does not accept.
         """
         if isinstance(text, Reply) and text.calls:
@@ -423,7 +422,7 @@ def _check_options(tokenizer: Any, options: Mapping[str, Any], *, name: str) -> 
     template = str(tokenizer.chat_template)
     for key, value in options.items():
         if key == "enable_thinking" and value is False and "think" not in template.lower():
-            continue  # a model that does not think needs no option for that
+            continue  # a model that does not think needs no such option
         if not re.search(rf"\b{re.escape(key)}\b", template):
             fix = "leave it out, or --model.chat_template_kwargs '{}' if a recipe sets it"
             raise UserError(
@@ -456,7 +455,7 @@ def _interleaved(literals: list[str], texts: list[str]) -> str:
 
 
 def _first(ids: Sequence[int], wanted: frozenset[int]) -> int | None:
-    """Return the first of `ids` that is among the `wanted`."""
+    """Return the first of `ids` that is in `wanted`."""
     for token in ids:
         if token in wanted:
             return token

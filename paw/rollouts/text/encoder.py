@@ -79,7 +79,7 @@ def control_words(backend: Tokenizer, control: Iterable[int]) -> set[str]:
 
 
 def any_of(words: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of the words, longest first. Without words, none match."""
+    """Return a pattern that matches any of the words, longest first, or nothing without words."""
     longest_first = sorted(words, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -90,7 +90,7 @@ def encodable(text: str) -> str:
 
 
 def _spelling_cuts(words: Iterable[str]) -> re.Pattern[str]:
-    """Match the first character of each control token, after which text is cut to break it.
+    """Return a pattern of each control token's first character. Cutting text after it breaks it up.
 
     The tokenizer's `split_special_tokens` misses those that were added without the special flag.
     """

@@ -35,7 +35,7 @@ class TemplateFacts:
     turn_control: frozenset[int]
     """Control tokens in conversations without tools."""
     control: frozenset[int]
-    """Those, plus the ones that tools need, without the <think> tags."""
+    """`turn_control` plus those that tools need, without the <think> tags."""
     markers: frozenset[str]
     """Ordinary words that mark turns ("[INST]"), if no control token marks them."""
 

@@ -22,7 +22,7 @@ TOOLS = [
 TAGS = re.compile("(" + "|".join(map(re.escape, THINKING)) + ")")
 MARK = re.compile(r'QxText(\\*)"(\d+)\1"xQ')
 PLAIN = re.compile(r"[\w .,:;()/+-]*")
-"""Names and types. A template may see these, because it decides by them."""
+"""Keys of names and types. A template may see their values, because it depends on them."""
 
 
 class Marks:
@@ -52,7 +52,7 @@ class Marks:
     def message(self, message: dict[str, Any], *, spaces: bool = True) -> dict[str, Any]:
         """Return a message with marks.
 
-        Empty content stays, because templates act on it. With `spaces`, white space around the
+        Empty content stays, because templates depend on it. With `spaces`, white space around the
         content and the <think> tags of an answer stay too.
         """
         role = message["role"]
@@ -80,7 +80,7 @@ class Marks:
         return marked + self._spaced(text, role)
 
     def rest(self, value: Any) -> Any:
-        """Replace texts that may do harm in names, ids, arguments or schemas with marks."""
+        """Replace potentially harmful texts in names, ids, arguments or schemas with marks."""
         if isinstance(value, dict):
             return {self.rest(key): self.rest(part) for key, part in value.items()}
         if isinstance(value, list):

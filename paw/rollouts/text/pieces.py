@@ -5,14 +5,15 @@ from collections.abc import Callable, Sequence
 REPLACEMENT = "\ufffd"
 """What a decoder writes for the bytes of an incomplete character."""
 CHARACTER_TOKENS = 4
-"""Most tokens that one character consists of, as UTF-8 has at most four bytes."""
+"""Maximum number of tokens in a character, which has at most four bytes in UTF-8."""
 
 
 class TokenTexts:
-    """Gives the text of each token of a sequence, so that together they are its text.
+    """Gives the text of each token of a sequence, so that joining them gives the text of all.
 
-    A token's text may depend on the token before it: some tokenizers write a space between two
-    words. So texts are remembered by pair, which makes them cheap in play that repeats itself.
+    A token's text may depend on the token before it, because some tokenizers write a space between
+    two words. So texts are cached by pair, which makes them cheap in episodes that repeat
+    themselves.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

@@ -37,8 +37,8 @@ class StopStrings:
         if not stop:
             return len(ids), ""
 
-        without = 0  # this many tokens do not contain the stop string
-        containing = len(ids)  # this many do
+        without = 0  # the first `without` tokens do not contain the stop string
+        containing = len(ids)  # the first `containing` tokens do
         while containing - without > 1:
             middle = (without + containing) // 2
             if stop in self._chat.decode(ids[:middle]):

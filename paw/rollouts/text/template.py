@@ -28,9 +28,9 @@ USER_AGAIN = "QxUserAgainxQ"
 RENDER_S = 5
 """CPU seconds for the trial of a template."""
 PATIENCE_S = 60.0
-"""Wall-clock seconds for it. A template waits for nothing, but the machine may be busy."""
+"""Wall-clock seconds for the trial. A template never waits, but the machine may be busy."""
 TURN_S = 20.0
-"""Wall-clock seconds for each later conversation. It takes a few milliseconds."""
+"""Wall-clock seconds for each later conversation, which normally takes a few milliseconds."""
 MEMORY = 1 << 30
 """Bytes for the trial, including its program."""
 LONGEST = 1_000_000
@@ -135,7 +135,7 @@ def try_template(templates: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
 
 @lru_cache(64)
 def _trial_problem(limits: str) -> str:
-    """Say what the trial exceeded, or ""."""
+    """Say which limit the trial exceeded; "" if none."""
     command = [sys.executable, "-P", trial.__file__]
     try:
         process = subprocess.run(
@@ -157,8 +157,8 @@ def _trial_problem(limits: str) -> str:
 def within(seconds: float, call: Callable[[], T]) -> T:
     """Call `call()` in a thread of its own. Returns what it returns, or raises what it raises.
 
-    Raises TemplateLimitError if it takes longer. The thread is then told to end, which it does at
-    its next step of Python.
+    Raises TemplateLimitError if it takes longer. The thread is then told to end, and does so at its
+    next Python instruction.
     """
     results: list[T] = []
     errors: list[BaseException] = []

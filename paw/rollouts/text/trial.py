@@ -1,4 +1,4 @@
-"""A program that renders conversations with a chat template, to see whether that ends.
+"""A program that renders conversations with a chat template, to see whether it finishes.
 
 It reads JSON from stdin (see `try_template` in template.py) and imports only Jinja. It exits with
 EXCEEDED if it needs more memory than allowed. If it needs more time, the kernel ends it. Other
@@ -25,7 +25,7 @@ EXCEEDED = 3
 
 
 class Generation(Extension):
-    """The tag of transformers around what a model says."""
+    """The tag that transformers puts around what the model says."""
 
     tags = {"generation"}
 
@@ -35,7 +35,7 @@ class Generation(Extension):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as transformers has it for chat templates."""
+    """Return Jinja as transformers sets it up for chat templates."""
     jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
