@@ -1,6 +1,7 @@
-"""A client for the library openai whose answers have a size limit.
+"""An HTTP client for the openai library that limits the size of answers.
 
-The library uses httpx, which decompresses a whole part of an answer, to a thousand times its size.
+The library uses httpx, which decompresses each part of an answer whole, to up to a thousand times
+its size.
 """
 
 from collections.abc import AsyncIterator

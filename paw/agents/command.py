@@ -1,7 +1,7 @@
-"""An agent that is a program of its own, unchanged: it asks the model through OpenAI's interface.
+"""An agent that is a separate, unchanged program. It asks the model through OpenAI's interface.
 
 The program is started for each episode. It gets the address of an endpoint and a task, and its last
-line of output says what the episode is worth. Nothing of PaW is inside it.
+line of output is the episode's reward. It contains no code of PaW.
 """
 
 import json
@@ -23,7 +23,7 @@ from paw.rollouts.session import Notes, Session
 from paw.rollouts.text.chat import ContextFull
 
 MAX_VARIABLE = 100_000
-"""Most bytes of the task in PAW_TASK. Linux takes no variable above 128 KiB."""
+"""Maximum bytes of the task in PAW_TASK. Linux allows at most 128 KiB for a variable."""
 LOCAL = "127.0.0.1,localhost"
 """Hosts that the program must reach without a proxy."""
 
@@ -158,8 +158,8 @@ class Command:
 def parse_result(line: str) -> Result:
     """Return what a program's last line says.
 
-    It is a number, {"reward": NUMBER} or {"answer": TEXT}. Raises ValueError, with one line that
-    says so, for anything else.
+    It must be a number, {"reward": NUMBER} or {"answer": TEXT}. Raises ValueError, with one line
+    that says so, for anything else.
 
     >>> parse_result('{"reward": 0.5}')
     Result(reward=0.5, answer=None)

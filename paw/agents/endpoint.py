@@ -4,7 +4,7 @@
 A request that fails for a temporary reason is sent again after growing pauses, or after the time
 that Retry-After asks for. If a server refuses a parameter by name, the parameter is left out from
 then on (max_tokens becomes max_completion_tokens). So models with a fixed temperature or without a
-seed can play. To continue an answer, the request ends with an assistant message and sets
+seed can play too. To continue an answer, the request ends with an assistant message and sets
 `continue_final_message` (vLLM, SGLang). A server that refuses this gets the start of the answer in
 the user's message.
 """
@@ -38,11 +38,11 @@ LONGEST_PAUSE_S = 60.0
 LONGEST_WAIT_S = 120.0
 """Longest pause that Retry-After can ask for."""
 TIMES_EXPECTED = 16
-"""With HIDDEN_TOKENS, bounds the tokens that a server can report for a request: this many times the
-expected ones (a quarter of its characters, plus max_tokens). A count below 0 or above the bound is
-ignored, because the limit of tokens per minute would then wait for days."""
+"""With HIDDEN_TOKENS, bounds the tokens that a server can report for a request. The bound is this
+many times the expected number (a quarter of its characters, plus max_tokens). A count below 0 or
+above the bound is ignored, because the limit of tokens per minute would otherwise wait for days."""
 HIDDEN_TOKENS = 100_000
-"""Unseen tokens of a request (thoughts, a template), added to that bound."""
+"""Hidden tokens of a request (thoughts, a template), which are added to that bound."""
 CHECK_S = 10.0
 """Time limit for asking a server for its models."""
 CONTINUE = "continue_final_message"
@@ -77,7 +77,7 @@ class ChatCompletion:
     """The answer up to, but excluding, a stop string."""
     prompt_tokens: int
     completion_tokens: int
-    """As billed, including the tokens that a stop string cut off."""
+    """Tokens billed, including those that a stop string cut off."""
     stop: str = ""
     """The stop string that ended it, if the server reports one or a tag is left open; else ""."""
     calls: tuple[ToolCall, ...] = ()
@@ -105,7 +105,7 @@ class Limiter:
             await sleep(starts_at - now)
 
     def settle(self, tokens: int) -> None:
-        """Correct the count: a request took `tokens` more (or fewer) than it was admitted for."""
+        """Correct the count, because a request took `tokens` more than it was admitted for."""
         self._tokens_free_at += tokens * self._token_s
 
 

@@ -30,8 +30,8 @@ FILE_KEYS = {
 }
 PUT = re.compile(r"\bput (the )?(.+? \d+) (?:in/on|in|on) (?:the )?(.+? \d+)\b")
 DETOURS = 2
-"""Number of places that an example searches in vain. The expert knows where the object is, but a
-player must search."""
+"""Number of places that an example searches in vain. The expert knows where the object is, but the
+agent must search for it."""
 OK = "OK."
 HOTPOTQA = "webthink_simple6"
 """Key in prompts_naive.json for the episodes that the authors use for HotpotQA."""
@@ -62,7 +62,7 @@ def move_for_put(text: str) -> str:
 
 
 def alfworld_examples(kind: str) -> list[str]:
-    """Return two episodes of a task type, in generated games that have no other use."""
+    """Return two episodes of a task type, in generated games that are used for nothing else."""
     example_games = games("warmup", 0, 2, seed=1, difficulty="medium", kinds=[kind])
     return [household_example(game) for game in example_games]
 
@@ -211,7 +211,7 @@ def expert_example(name: str) -> str:
     factory = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env}))
     (task,) = warmup_tasks(factory, 0, 1, 1)
     environment: Any = factory.make()
-    observation = environment.reset(task)  # which also sets the environment's task
+    observation = environment.reset(task)  # this also sets the environment's task
     lines = [opening(name, environment.task, observation)]
     has_ended = False
     while not has_ended:

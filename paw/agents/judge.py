@@ -1,7 +1,7 @@
 """An LLM judge as a reward: a model behind an endpoint scores each episode by a rubric.
 
 An answer counts only if its last line is a score in the range that was asked for. Judgements are
-kept in the cache by their content, so an episode that occurs again, or a resumed run, asks nobody.
+cached by the content of their prompt, so repeated episodes and resumed runs make no new requests.
 """
 
 import hashlib
@@ -93,7 +93,7 @@ class Judge:
         self._slots = threading.Semaphore(config.concurrency)
 
     def __call__(self, trajectory: Trajectory) -> float:
-        """Return the score of an episode. Raises EnvironmentFailure if none can be had."""
+        """Return the score of an episode. Raises EnvironmentFailure if the judge gives none."""
         low, high = self.config.scale
         prompt = PROMPT.format(
             rubric=self.rubric,
@@ -106,7 +106,7 @@ class Judge:
         if score is None:
             with self._slots:
                 score = self._ask(prompt)
-            with suppress(OSError):  # then it is asked again another time
+            with suppress(OSError):  # if it cannot be cached, the judge is asked again next time
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_file(path, json.dumps({"score": score}))
         return (score - low) / (high - low)
@@ -152,7 +152,7 @@ def transcript(trajectory: Trajectory) -> str:
 
 
 def score_of(answer: str, low: float, high: float) -> float | None:
-    """Return the score in the last line of an answer; None if it is none from `low` to `high`.
+    """Return the score in the last line of an answer; None if it has none from `low` to `high`.
 
     >>> score_of("Well done.\\nScore: 8", 0, 10), score_of("8 of 10", 0, 10)
     (8.0, None)

@@ -171,8 +171,8 @@ class Reflexion(React):
     """ReAct again after a failed trial, with plans that the model made from its failures (arXiv
     2303.11366).
 
-    The result is that of the last trial, so an episode is won if any of agent.trials was won. Other
-    agents do not get as many chances. The environment says whether a trial succeeded, as in the
+    The result is that of the last trial, so an episode is won if any of its agent.trials trials was
+    won. Other agents have only one. The environment says whether a trial succeeded, as in the
     paper.
     """
 

@@ -1,6 +1,6 @@
 """ZeroSearch (arXiv 2505.04588): a second LLM plays the search engine. In training its noise grows.
 
-The LLM sees only the query. The paper's prompt also has the question and its answer. But a search
+The LLM sees only the query. The paper's prompt also has the question and its answer, but a search
 engine that knows the answer would give it away to a model that is trained on the reward. The query
 and the seed decide whether the documents are noise, so repeated evaluations get the same documents.
 """

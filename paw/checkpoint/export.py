@@ -42,8 +42,8 @@ def export(
     """Write weights, tokenizer, chat template and a model card to `folder`, and return it.
 
     `weights` come from `full_parameters`, each tied weight once. `method` describes the updates if
-    they were not made by `config`. The files are written to a different folder and moved when all
-    are complete. Other files in `folder` stay. Raises UserError if they cannot be written.
+    `config` did not make them. The files are written to a different folder and moved once all are
+    complete. Other files in `folder` stay. Raises UserError if they cannot be written.
     """
     if not method:
         world_model = "no world model"

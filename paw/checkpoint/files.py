@@ -36,7 +36,7 @@ VERSION = 1
 SHARDED = 2
 """Version of a checkpoint with a file for each rank."""
 PART = 4 << 30
-"""Size in bytes at which the next file begins. Host memory holds at most this much of a model."""
+"""Size in bytes at which a new file begins. Host memory holds at most this much of a model."""
 MANIFEST = "manifest.json"
 NOTE = ".written_by_rank_"
 """Prefix of the file in a draft that lists what a rank has written. The file holds `Files`."""
@@ -125,7 +125,7 @@ class Draft:
             write_file(self._temporary / f"{NOTE}{rank}", json.dumps(files))
 
     def noted(self, world_size: int) -> list[Files] | None:
-        """Return the files each rank has written, or None while the note of a rank is missing."""
+        """Return the files that each rank has written, or None while any rank's note is missing."""
         notes: list[Files] = []
         for rank in range(world_size):
             try:

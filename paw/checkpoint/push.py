@@ -1,4 +1,4 @@
-"""Sending an exported model to the Hugging Face hub."""
+"""Uploads an exported model to the Hugging Face hub."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +15,7 @@ EXPORTED = (
     "*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.model", "chat_template.jinja",
     "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
 )  # fmt: skip
-"""The files of an exported folder that are sent. Other files there stay on this machine."""
+"""The files of an exported folder that are uploaded. Other files stay on this machine."""
 
 
 def check_push(name: str) -> None:
@@ -25,7 +25,7 @@ def check_push(name: str) -> None:
 
 
 def push(folder: Path, name: str, *, public: bool = False) -> str:
-    """Send an exported model to the hub as USER/NAME. Returns its address.
+    """Upload an exported model to the hub as USER/NAME. Returns its address.
 
     A new model is private unless `public`. The model gets the base model's license if the base
     model's card names one. Raises UserError if there is no token, network or permission. The folder

@@ -1,4 +1,4 @@
-"""Reading checkpoints, checked against their manifest and the run, and restored bit for bit.
+"""Reads checkpoints, checks them against their manifest and the run, and restores them bit for bit.
 
 All ranks see the same files. They share the work of checking them and agree on whether a checkpoint
 can be used. Each rank reads its own rows.
@@ -149,8 +149,8 @@ def read_newest(
     """Return the last saved checkpoint that `read` accepts, and the result of `read`.
 
     Returns None if the folder has no checkpoint at all. `read` refuses a checkpoint by raising
-    CheckpointError on all ranks, and `warn` is called for each one that is skipped. The last saved
-    checkpoint counts, not the highest step, because after a rewind the new branch is the right one.
+    CheckpointError on all ranks, and `warn` is called for each one that is skipped. The order is
+    that of saving rather than of steps, because after a rewind the new branch is the right one.
     Raises CheckpointError if all are damaged, so that the run does not silently start over.
     """
     refused: list[CheckpointError] = []
@@ -203,9 +203,8 @@ def restore(
     """Continue from the newest checkpoint in `folder` that verifies, or from the `chosen` one.
 
     Sets models, optimizers, guards and this process's random states. Returns the checkpoint's path,
-    its step and the state of the choice of tasks if it has one, or None if there is no checkpoint.
-    All ranks must call it. Raises CheckpointError on
-    all of them if no checkpoint fits.
+    its step and, if it has one, the state of the choice of tasks. Returns None if there is no
+    checkpoint. All ranks must call it. Raises CheckpointError on all of them if no checkpoint fits.
     """
     read = partial(_read, learners, ranks)
     try:
@@ -228,7 +227,7 @@ def restore(
         learner.guard.load_state(state_values[f"{learner.prefix}guard"])
 
     stem = rng_name(ranks.rank)
-    if stem not in random_tensors:  # it was saved by fewer ranks
+    if stem not in random_tensors:  # fewer ranks saved it
         stem = rng_name(0)
     restore_random_states(random_tensors[stem], state_values[stem])
     return path, state_values["step"], state_values.get(TASKS)
@@ -334,7 +333,7 @@ def restore_random_states(
 ) -> None:
     """Restore the states of `capture_random_states`.
 
-    With `trial`, restore them into unused generators, to see whether this works. Raises
+    With `trial`, restore them into unused generators to check that this works. Raises
     CheckpointError if these are not random states. A CUDA state is ignored on a machine without
     CUDA.
     """

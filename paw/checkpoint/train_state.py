@@ -52,7 +52,7 @@ class Learner(NamedTuple):
 
 
 class PendingCheckpoint:
-    """A checkpoint that is being written. Its content is fixed, and `publish` gives it its name."""
+    """A checkpoint that is being written. Its content is fixed; `publish` gives it its name."""
 
     def __init__(
         self,
@@ -90,9 +90,10 @@ class PendingCheckpoint:
         """Publish the checkpoint if this rank is first to see that all ranks have written theirs.
 
         This is for the end of a failed run. It makes no collective call, because other ranks may be
-        in a different one, or gone. The ranks agree through notes in the folder, which all of them
-        see. Returns whether the checkpoint is published. With `wait`, waits for this rank's files
-        and then at most PATIENCE_S for those of the others. Raises UserError if the disk refuses.
+        in a different one or have ended. The ranks agree through notes in the folder, which all of
+        them see. Returns whether the checkpoint is published. With `wait`, waits for this rank's
+        files and then at most PATIENCE_S for those of the others. Raises UserError if the disk
+        refuses.
         """
         deadline = time.monotonic()
         if wait:

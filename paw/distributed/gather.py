@@ -1,8 +1,8 @@
-"""Gathering full tensors from the ranks' shards, in buckets: one collective call for many tensors.
+"""Gathers full tensors from the ranks' shards in buckets, with one collective call per bucket.
 
-A call for each tensor waits for the slowest rank each time, and most tensors of a model are too
-small to fill a link. A bucket has at most `BUCKET_BYTES` bytes of full tensors, so the memory that
-a pass takes does not depend on the size of the model.
+With a call for each tensor, each call would wait for the slowest rank, and most tensors of a model
+are too small to fill a link. A bucket has at most `BUCKET_BYTES` bytes of full tensors, so the
+memory that a pass takes does not depend on the size of the model.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,14 +19,14 @@ from paw.distributed.ranks import full_tensor, local_tensor
 Key = TypeVar("Key")
 
 BUCKET_BYTES = 256 << 20
-"""Most bytes of the full tensors of a bucket; a larger tensor is gathered alone.
+"""Maximum bytes of the full tensors in a bucket. A larger tensor is gathered alone.
 
-With this much, the time that a call takes to start is lost in the time that its bytes take: 5 ms at
+At this size, the time to start a call is negligible beside the time to send its bytes, 5 ms at
 50 GB/s. The largest tensor of most models, the embedding, is larger, so buckets do not raise the
 peak of memory.
 """
 ALIGNMENT = 16
-"""Bytes. Every tensor in a bucket begins at a multiple, so that any dtype can be read there."""
+"""Bytes. Every tensor in a bucket begins at a multiple of this, so that it can have any dtype."""
 
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch's call, or its name before torch 2.13."""
@@ -39,7 +39,7 @@ class Shard:
     tensor: Tensor
     """A DTensor sharded by rows, or a plain tensor, which is full already."""
     dtype: torch.dtype
-    """That of the full tensor. Rows are cast before they are sent."""
+    """The dtype of the full tensor. Rows are cast before they are sent."""
 
     @property
     def is_sharded(self) -> bool:
@@ -58,7 +58,7 @@ class Slot:
     start: int
     """In bytes."""
     size: int
-    """In bytes, without the gap up to the next slot. Equal on all ranks: the last ones are padded."""
+    """In bytes, without the gap up to the next slot. Equal on all ranks, as the last are padded."""
 
     def view(self, part: Tensor) -> Tensor:
         """Return the slot of `part` [..., bytes] in the tensor's dtype, [..., elements]."""
@@ -68,7 +68,7 @@ class Slot:
 def gather_in_buckets(
     items: Iterable[tuple[Key, list[Shard]]], bucket_bytes: int | None = None
 ) -> Iterator[tuple[Key, list[Tensor]]]:
-    """Yield (key, full tensors) of each item, in order; a collective call of all ranks.
+    """Yield (key, full tensors) of each item, in order. Every rank must call this.
 
     The tensors of an item are gathered together. `bucket_bytes` is BUCKET_BYTES by default. Plain
     tensors are cast and yielded when their turn comes, and take no room in a bucket. At any time, a
@@ -92,7 +92,7 @@ def gather_in_buckets(
 def _gather_bucket(
     bucket: list[tuple[Key, list[Shard]]],
 ) -> Iterator[tuple[Key, list[Tensor]]]:
-    """Yield the bucket's items, full. One collective call, or none without shards."""
+    """Yield the bucket's items, full. Makes one collective call, or none without shards."""
     sharded = [shard for _, shards in bucket for shard in shards if shard.is_sharded]
     slots = _slots(sharded)
     gathered = None
@@ -111,7 +111,7 @@ def _gather_bucket(
 
 
 def _slots(shards: list[Shard]) -> list[Slot]:
-    """Return places for the shards, one after another."""
+    """Return consecutive places for the shards."""
     slots: list[Slot] = []
     next_start = 0
     for shard in shards:
@@ -166,6 +166,6 @@ def _group(tensor: Tensor) -> dist.ProcessGroup:
 
 
 def _rows_per_rank(tensor: Tensor) -> int:
-    """Return the number of rows of all ranks but the last ones, which may have fewer or none."""
+    """Return the number of rows of each rank except the last ones, which may have fewer or none."""
     sharded: Any = tensor
     return -(-len(tensor) // sharded.device_mesh.size(_shard_dim(tensor)))

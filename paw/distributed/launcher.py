@@ -22,11 +22,10 @@ from paw.processes.lifeline import die_with_parent
 LAUNCHER = "PAW_LAUNCHER"
 """Environment variable of a rank that holds the id of the process that started it."""
 STORE = "PAW_STORE_FD"
-"""Environment variable of rank 0 with the descriptor of the socket on which the store listens. The
-launcher has opened it."""
+"""Environment variable of rank 0 with the descriptor of the socket on which the store listens,
+which the launcher has opened."""
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
-"""Without any of these there is no GPU that torch could use: they belong to the drivers of NVIDIA,
-of WSL, of Jetson and of AMD."""
+"""Files of the drivers of NVIDIA, WSL, Jetson and AMD. Without one of them, torch has no GPU."""
 GRACE_S = 3.0
 """Seconds that the other ranks have to report their own errors after one has failed."""
 
@@ -39,8 +38,8 @@ def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
     because they would wait for it forever.
 
     Rank 0 has the terminal. Another rank's standard error is shown if that rank failed first.
-    SIGTERM is passed on to all ranks. Ctrl-C and the end of a terminal reach them anyway. They do
-    not outlive this process.
+    SIGTERM is passed on to all ranks. Ctrl-C and the end of a terminal reach them anyway. The ranks
+    do not outlive this process.
 
     Raises UserError if there are fewer than `count` GPUs, or fewer than `count` cores if `device`
     (model.device) is "cpu".
@@ -106,7 +105,7 @@ class _Rank:
         self.log = log
         """Its standard error; None for rank 0, which has the terminal."""
         self.code: int | None = None
-        """Its exit code, None while it runs. Not 0 if it ended without announcing it."""
+        """Its exit code; None while it runs. Not 0 if it ended without announcing it."""
         self.vanished = False
         """Whether it ended without a signal and without announcing it."""
         self._descriptor = words
@@ -263,11 +262,10 @@ def _report(stops: _StopSignals, ranks: list[_Rank], stopped: list[str]) -> int:
 
 
 def _most_telling(failed: list[int], ranks: list[_Rank]) -> int:
-    """Return the failed rank whose end tells most about the cause. Ties go to the lowest rank.
+    """Return the failed rank whose end says most about the cause. Ties go to the lowest rank.
 
-    A rank that vanished in foreign code has reported nothing itself, so it comes first. After that,
-    a user's mistake tells most, then a traceback, then a rank ended by a signal. A lost peer tells
-    least.
+    A rank that vanished in foreign code has reported nothing itself, so it comes first. Then come a
+    user's mistake, a traceback, a rank ended by a signal and, last, a lost peer.
     """
 
     def position(number: int) -> tuple[bool, bool, bool, bool, int]:

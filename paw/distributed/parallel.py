@@ -2,11 +2,11 @@
 
 `paw train --gpus N` or torchrun starts them.
 
-The ranks divide the rows of an update (token ids and floats): each holds a part of them, and no
-rank holds all. What a turn is worth is known to all, so every rank computes the same advantages,
-selection and mini-batches, and runs micro-batches of the rows that it holds (`algo.rows`). So apart
-from the order of sums, an update does not depend on the number of ranks. Weights, gradients and
-optimizer state are sharded by FSDP2. Each rank has its own engine.
+The ranks divide the rows of an update (token ids and floats). Each rank holds a part of them, and
+no rank holds all. All ranks know the rewards of all turns, so every rank computes the same
+advantages, selection and mini-batches, and runs micro-batches of the rows that it holds
+(`algo.rows`). So an update does not depend on the number of ranks, except for the order of sums.
+FSDP2 shards weights, gradients and optimizer state. Each rank has its own engine.
 """
 
 import os
@@ -153,7 +153,7 @@ class DistributedRanks(Ranks):
     def exchange_flat(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Send `parts[r]` [n] to rank r. Returns what each rank has sent, as views of one tensor.
 
-        All are in host memory and of one dtype.
+        All tensors are in host memory and have the same dtype.
         """
         self._watchdog.note_wait()
         sent = torch.tensor([len(part) for part in parts])
@@ -191,10 +191,10 @@ class DistributedRanks(Ranks):
 
         `policy` is in host memory. Rank 0's parameters replace those of the other ranks. The layers
         are resharded after their forward pass, and gathered again in the backward pass. The rest is
-        gathered once for both, because the head's weight is read at the end of the one and at the
-        beginning of the other. It is resharded at the end of the backward pass, or, without a
-        gradient, of the forward pass. So after either, `parameters()` are the shards that the
-        optimizer updates.
+        gathered once for both passes, because the head's weight is read at the end of the first and
+        the beginning of the second. It is resharded at the end of the backward pass or, without a
+        gradient, of the forward pass. After that, `parameters()` are the shards that the optimizer
+        updates.
 
         With `offload`, the shards stay in host memory. `sharers` is the number of ranks that
         together hold one full model. It divides the world size (default: all ranks). Gradients are
@@ -226,7 +226,7 @@ class DistributedRanks(Ranks):
             self._mesh = self._make_mesh(sharers)
         options: dict[str, Any] = {"mesh": self._mesh}
         if dtype != torch.float32:
-            # Inputs keep their dtype, because weights of rows and log-probs are float32.
+            # Inputs keep their dtype, because the weights of rows and the log-probs are float32.
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=dtype,
                 reduce_dtype=torch.float32,
@@ -305,7 +305,7 @@ def _use_own_gpu(rank: int) -> torch.device:
 
 
 def _use_loopback() -> None:
-    """Make collective libraries use the loopback interface, as one machine needs no network."""
+    """Make collective libraries use the loopback interface, because one machine needs no network."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
         for library in ("GLOO", "NCCL"):

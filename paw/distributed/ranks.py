@@ -103,7 +103,7 @@ class Ranks:
         return results[0]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill a tensor in host memory with that of rank `source`."""
+        """Fill a tensor in host memory with the values of rank `source`."""
 
     def run_on_all(self, make: Callable[[], T]) -> T:
         """Call `make` on every rank. Each keeps its own result, which is not sent.
@@ -143,7 +143,7 @@ class Ranks:
         """Shard the parameters of `policy` over the ranks, see `parallel.DistributedRanks`."""
 
     def reshard(self, policy: nn.Module) -> None:
-        """Reshard after a forward pass with gradients whose backward pass will not come."""
+        """Reshard after a forward pass with gradients that no backward pass will follow."""
 
     def sync_gradients(self, policy: nn.Module, last: bool) -> None:
         """Set whether the next backward pass reduces gradients over the ranks.

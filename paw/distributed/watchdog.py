@@ -1,7 +1,7 @@
 """Ends a rank that waits in vain for another one, from outside its collective call.
 
 Every second, each rank tells the others through the store how many steps it has taken and which
-phase it is in. A rank that is stopped, or whose machine is gone, falls silent. Time is counted in
+phase it is in. A rank that is stopped, or whose machine is gone, becomes silent. Time is counted in
 ticks of a rank's own threads, so no rank looks silent if all are stopped (Ctrl-Z) and continue
 later.
 """
@@ -16,8 +16,8 @@ from paw.processes.watcher import say_ending
 
 TICK_S = 1.0
 PATIENCE_S = 3600.0
-"""Lowest limit for a phase that no update has gone through yet, such as loading. It also applies to
-"save", in which some ranks start a checkpoint while others wait for the disk."""
+"""Minimum time limit for a phase that no update has gone through yet, such as loading. It also
+applies to "save", in which some ranks start a checkpoint while others wait for the disk."""
 DONE = -1
 """Message number of a rank that has left the run."""
 
@@ -27,12 +27,12 @@ class Message:
     """The newest message of another rank."""
 
     number: int
-    """The number of that rank's messages so far. A rank whose number does not change is silent.
+    """The number of that rank's messages so far, or DONE once it has left.
 
-    It is DONE once the rank has left.
+    A rank whose number does not change is silent.
     """
     moves: int
-    """Number of phases and waits that rank has entered."""
+    """Number of phases and waits that that rank has entered."""
     phase: str
     tick: int
     """This rank's tick when it first saw the message."""
@@ -130,7 +130,7 @@ class Watchdog:
         number = 0
         while not self._closed.wait(TICK_S):
             number += 1
-            with suppress(RuntimeError):  # the store is gone: rank 0 falls silent
+            with suppress(RuntimeError):  # the store is gone, so rank 0 becomes silent
                 self._send(number)
                 self._receive()
 

@@ -31,10 +31,10 @@ NEUTRAL: dict[str, Any] = {
     "response_format": {"type": "text"},
     "tool_choice": "auto",
 }
-"""Parameters that shape the distribution of tokens -> the value that leaves it as it is.
+"""Parameters that shape the distribution of tokens -> the value that leaves it unchanged.
 
-What the model learns from are samples of its own distribution at the run's temperature. So no
-request changes it.
+The model learns from samples of its own distribution at the run's temperature, so requests cannot
+change it.
 """
 NO_RESPONSES = (
     "only chat completions are served here, not the Responses API; "
@@ -65,8 +65,8 @@ class ChatRequest:
     """What the body of a request asks for."""
 
     messages: list[Message]
-    """Each with "role" and "content", a text. An assistant's may have "tool_calls", whose
-    "arguments" are objects; a tool's has "tool_call_id", and "name" if the call is known."""
+    """Each has "role" and "content", a string. An assistant's message may have "tool_calls", whose
+    "arguments" are objects. A tool's has "tool_call_id", and "name" if the call is known."""
     tools: list[dict[str, Any]]
     stop: list[str]
     max_tokens: int | None
@@ -127,9 +127,9 @@ def parse_request(body: Any) -> ChatRequest:
 
 
 def text_of(content: Any) -> str:
-    """Return a message's content, a text, None or a list of parts, as one text.
+    """Return a message's content as one text. It may be a text, None or a list of parts.
 
-    Raises ValueError if there is something else in it, such as an image.
+    Raises ValueError if it contains anything else, such as an image.
     """
     if content is None:
         return ""
@@ -216,7 +216,7 @@ def _parse_tools(tools: Any) -> list[dict[str, Any]]:
         kind = tool.get("type", "function") if isinstance(tool, dict) else None
         if kind != "function":
             raise RequestError(
-                f"tools: {short_repr(tool)} is not of the type 'function'", param="tools"
+                f"tools: {short_repr(tool)} is not of type 'function'", param="tools"
             )
     return tools
 
@@ -228,7 +228,7 @@ def _parse_stop(stop: Any) -> list[str]:
     is_list = isinstance(stop_strings, list)
     if not is_list or not all(isinstance(string, str) and string for string in stop_strings):
         raise RequestError(
-            f"stop is {short_repr(stop)}; it must be a text or a list of texts", param="stop"
+            f"stop is {short_repr(stop)}; it must be a string or a list of strings", param="stop"
         )
     return stop_strings
 
@@ -249,7 +249,7 @@ def _parse_max_tokens(body: dict[str, Any]) -> int | None:
 
 
 def answer_message(text: str, calls: Sequence[ToolCall] = ()) -> Message:
-    """Return the message of an answer. A thought at its start goes in its own field."""
+    """Return the message of an answer. A thought at its start goes into its own field."""
     message: Message = {"role": "assistant"}
     thought, end_of_thought, content = text.rpartition(THINKING[1])
     if end_of_thought:
@@ -350,7 +350,7 @@ def _new_id() -> str:
 
 
 def problem_of(error: BaseException) -> str:
-    """Return an unexpected error as the message of an answer."""
+    """Return the message to answer for an unexpected error."""
     if isinstance(error, UserError):
         return clean(error, 300)
     return f"{type(error).__name__}: {clean(error, 300)}"

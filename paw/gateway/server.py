@@ -1,7 +1,8 @@
 """An OpenAI-compatible endpoint with a base URL for each session: http://HOST:PORT/SESSION/v1.
 
-A session is whatever asks the model on behalf of one episode. The URL says to which one a request
-belongs. If a client cannot be given its own URL, its API key says so, at http://HOST:PORT/v1.
+A session is whatever asks the model on behalf of one episode. The URL says which session a request
+belongs to. A client that cannot be given its own URL uses http://HOST:PORT/v1, and its API key
+names the session.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ class Incoming:
     """A request for a chat completion."""
 
     body: Any
-    """What its JSON holds."""
+    """Its parsed JSON."""
     is_open: Callable[[], bool]
     """Whether its client still waits for the answer."""
 
@@ -51,9 +52,9 @@ class Gateway:
     """The server of all sessions on one event loop.
 
     It listens while there is a session, or from `start` to `stop`. `model` is the name that it
-    lists. `open_unknown` returns what answers the requests of a session that nobody has opened.
-    `control` answers requests outside OpenAI's interface: (method, path, body as JSON or None) to a
-    JSON object. Both may raise RequestError.
+    lists. `open_unknown` returns a function that answers the requests of a session that nobody has
+    opened. `control` answers requests outside OpenAI's interface: it takes (method, path, body as
+    JSON or None) and returns a JSON object. Both may raise RequestError.
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class Gateway:
 
     @staticmethod
     async def _in_own_context(function: Callable[[], Any]) -> None:
-        """Await a coroutine function. What it starts belongs to no episode but to all."""
+        """Await a coroutine function. What it starts belongs to all episodes, not to one."""
         await Context().run(asyncio.ensure_future, function())
 
     async def _answer(self, http: Any) -> Any:
-        """Answer any request. Whatever goes wrong is an answer in OpenAI's format."""
+        """Answer any request. Any error becomes an answer in OpenAI's format."""
         try:
             return await self._route(http)
         except RequestError as error:

@@ -1,4 +1,4 @@
-"""The cache, for data that is made once and kept, each in a folder under $PAW_CACHE."""
+"""The cache for data that is made once and kept. Each has a folder under $PAW_CACHE."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from paw.io.files import fsync, fsync_tree, writing
 
 LEFTOVER_S = 14 * 86400.0
-"""Age at which an unfinished folder is taken for one left by a killed process."""
+"""Age at which an unfinished folder is assumed to be left over from a killed process."""
 
 
 def cache_dir() -> Path:

@@ -45,7 +45,7 @@ def reading(subject: object, advice: str = "") -> Iterator[None]:
 
 
 def write_file(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
-    """Replace a file by `content`. After any failure, even power loss, the old file is intact.
+    """Replace a file with `content`. After any failure, even power loss, the old file is intact.
 
     Text is written as UTF-8. A function, such as `figure.savefig`, gets the open file. Devices and
     pipes cannot be replaced, so they are written to directly. Raises OSError.
@@ -155,7 +155,7 @@ def update_of(record: dict[str, Any] | None) -> int | None:
 
 
 def cause(error: Exception) -> str:
-    """Return why the operating system refused, without the path, and what helps."""
+    """Return why the operating system refused, without the path, and what would help."""
     number = getattr(error, "errno", None)
     if number is None:
         match = re.search(r"os error (\d+)", str(error))  # safetensors reports "... (os error 28)"

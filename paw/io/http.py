@@ -1,7 +1,7 @@
 """HTTP calls with limits on total time and size.
 
-A server that sends byte by byte must not take longer than the time limit of a whole answer. One
-that sends a few kilobytes of gzip must not fill the memory with what they decompress to.
+A server that sends byte by byte must not take longer than the time limit of a whole answer. A
+server that sends a few kilobytes of gzip must not fill the memory when they are decompressed.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ T = TypeVar("T")
 MAX_BYTES = 16 << 20
 """Size limit of an answer, decompressed."""
 KEEP_S = 4.0
-"""How long an unused connection is kept: servers close theirs after 5 s, perhaps just when it is
-used again."""
+"""Seconds that an unused connection is kept. Servers close theirs after 5 s, which may be just when
+it is used again."""
 MAX_FILES = 65_536
 """Files that may be open at once. Each connection is one."""
 CLOSE_S = 5.0
@@ -171,7 +171,7 @@ class HttpClient:
             await self._session.close()
 
     def _request(self, method: str, url: str, body: Any, *, encoding: str) -> Any:
-        """The context of a request, in which its answer is read."""
+        """Return the context of a request, in which its answer is read."""
         if self._session is None:
             self._session = self._open_session()
         return self._session.request(
@@ -253,7 +253,7 @@ class Loop:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def run(self, call: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Return or raise what `call` does. Raises TimeoutError after `timeout_s` seconds."""
+        """Return or raise what `call` returns or raises. Raises TimeoutError after `timeout_s`."""
         limited = asyncio.wait_for(call, timeout_s)
         try:
             return asyncio.run_coroutine_threadsafe(limited, self._loop).result()
@@ -271,6 +271,6 @@ class Loop:
 
 
 def _report_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Report what went wrong on a loop, but not that connections end with the process."""
+    """Report an error on a loop, unless it is that connections end with the process."""
     if "client_session" not in context and "connector" not in context:
         loop.default_exception_handler(context)

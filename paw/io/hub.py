@@ -1,4 +1,4 @@
-"""Checks at once whether the Hugging Face hub can be reached, without half a minute of retries.
+"""Checks quickly whether the Hugging Face hub can be reached, without half a minute of retries.
 
 Imports no torch.
 """

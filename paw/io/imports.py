@@ -1,4 +1,4 @@
-"""Importing torch and what depends on it, in less time."""
+"""Speeds up the import of torch and packages that depend on it."""
 
 import gc
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Python does not look for garbage meanwhile.
+    """Keep Python from collecting garbage in this block.
 
     torch and transformers make so many objects that looking through them takes a sixth of the
-    time in which they are imported, and none of them is garbage.
+    time of their import, and none of them is garbage.
     """
     was_enabled = gc.isenabled()
     gc.disable()

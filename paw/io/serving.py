@@ -1,4 +1,4 @@
-"""Our HTTP servers: `paw serve retriever` and `paw serve env`.
+"""Helpers for our HTTP servers, `paw serve retriever` and `paw serve env`.
 
 Every connection has a time limit and every body has a size limit, so that slow, silent or greedy
 clients cannot shut others out.
@@ -62,7 +62,7 @@ class LimitedBodies:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                detail = f"the body did not come within {self.timeout_s:g} s"
+                detail = f"the body did not arrive within {self.timeout_s:g} s"
                 raise HTTPException(408, detail, {"Connection": "close"}) from None
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
@@ -141,8 +141,8 @@ def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
     """Make a uvicorn server for an application with LimitedBodies.
 
     Every connection has a time limit and may be closed to make room for a new one. `timeout_s` is
-    the longest time that the application takes for a request. A WebSocket has no time limit. Its
-    session lasts as long as the client answers pings.
+    the longest time that the application takes for a request. A WebSocket has no time limit, and
+    its session lasts as long as the client answers pings.
     """
     uvicorn = needed("uvicorn", "serving", "search")
     H11Protocol: Any = needed("uvicorn.protocols.http.h11_impl", "serving", "search").H11Protocol

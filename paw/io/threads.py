@@ -1,4 +1,4 @@
-"""Calls in threads, each with a time limit. Code that hangs costs its caller only that call.
+"""Calls in threads, each with a time limit. If code hangs, its caller loses only that call.
 
 Python cannot end a thread. A thread that exceeds the limit is abandoned, and another takes its
 place. All threads are daemons, so the interpreter ends without waiting for them.
@@ -43,7 +43,7 @@ class Threads:
         """Threads that were abandoned and still run."""
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return or raise what function(*args) does."""
+        """Return or raise what function(*args) returns or raises."""
         call = self._submit(function, *args)
         try:
             while remaining_s := self._remaining_s(call):
@@ -111,7 +111,7 @@ class Threads:
     def _give_up(self, call: "_Call") -> NoReturn:
         """Abandon the call's thread, put another in its place, and raise."""
         assert call.thread
-        # This ends a thread at once if it runs Python code, or when it returns if it waits in C.
+        # A thread that runs Python code ends at once. One that waits in C ends when that returns.
         thread_id = ctypes.c_ulong(call.thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(SystemExit))
         self.given_up += 1
@@ -180,4 +180,4 @@ class _Call(Future[tuple[Any, BaseException | None]]):
 def _work(calls: "SimpleQueue[_Call | None]") -> None:
     """Make the calls of a queue until None arrives or a call is abandoned."""
     while (call := calls.get()) and call.make():
-        del call  # keep nothing alive while waiting for the next one
+        del call  # keeps nothing alive while this waits for the next call

@@ -1,6 +1,6 @@
 """Attention over packed rows.
 
-The rows of a micro-batch lie one after another, and no row sees another. Hugging Face models call
+The rows of a micro-batch are concatenated, and no row sees another. Hugging Face models call
 `packed_attention` by the name `ATTENTION` and pass it the rows' bounds as the keyword `packed`.
 flash-attn and torch's varlen kernel take these bounds directly. Elsewhere (CPUs, fp32) the rows are
 laid side by side for torch's sdpa. It is causal, so no row sees the padding on its right, and this
@@ -58,7 +58,7 @@ class Packed:
     one_by_one: tuple[int, ...]
     """Lengths of the rows if sdpa takes them one by one, else ()."""
     paths: "Paths | None" = None
-    """What the rows see if they are segments of a prefix tree; None if each sees itself alone."""
+    """What the rows see if they are segments of a prefix tree; None if each sees only itself."""
 
     @property
     def key_bounds(self) -> tuple[Tensor, int]:
@@ -102,16 +102,16 @@ class ScoreSettings:
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """The keys that the segments of a prefix tree see: each those of its path, one after another.
+    """The keys that the segments of a prefix tree see. Each segment sees the keys of its path.
 
     A segment's own tokens are the last of its path. Attention is causal from the bottom right: the
-    last query sees the whole path, the one before all but the last token of it, and so on.
+    last query sees the whole path, the query before it all but the last token, and so on.
     """
 
     index: Tensor
-    """[K] int64: for each key its index among the T tokens."""
+    """[K] int64: the index of each key among the T tokens."""
     cu_seqlens: Tensor
-    """[rows + 1] int32: where each segment's path starts in `index`, and K."""
+    """[rows + 1] int32: the start of each segment's path in `index`, then K."""
     lengths: tuple[int, ...]
     """Of the paths."""
 
@@ -123,9 +123,9 @@ class Paths:
 def pack_tree(
     lengths: Sequence[int], paths: Sequence[np.ndarray], *, kernel: str, device: torch.device
 ) -> Packed:
-    """Bounds of the segments of a prefix tree (`paw.algo.prefixes`), on `device`.
+    """Return bounds of the segments of a prefix tree (`paw.algo.prefixes`), on `device`.
 
-    `lengths` are the numbers of tokens that the segments add, `paths` [n] int64 what they see.
+    `lengths` are the numbers of tokens that the segments add, and `paths` [n] int64 what they see.
     """
     path_lengths = tuple(len(path) for path in paths)
     positions = [
@@ -182,7 +182,7 @@ def pack_rows(
 
 
 def _padding_is_costly(lengths: Sequence[int]) -> bool:
-    """Whether rows are long and cost much more side by side, as work is quadratic in length."""
+    """Whether rows are long and cost much more side by side, because work is quadratic in length."""
     if sum(lengths) < LONG_ROW * len(lengths):
         return False
     padded_work = max(lengths) ** 2 * len(lengths)
@@ -218,7 +218,7 @@ def packed_attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row.
+    """Compute causal attention within each row.
 
     Query is [1, heads, T, size], key and value are [1, kv heads, T, size]. `softcap` (Gemma 2)
     bounds the scores before the softmax. flash-attn supports it, torch's sdpa and varlen do not.
@@ -316,7 +316,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSettin
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, settings: ScoreSettings) -> Tensor:
-    """Causal attention of rows of equal length. Uses torch's sdpa unless there is a soft cap.
+    """Compute causal attention of rows of equal length, with sdpa unless there is a soft cap.
 
     Query [rows, heads, length, size], key and value [rows, kv heads, path, size]: the queries are
     those of the last `length` tokens of the path.
@@ -415,7 +415,7 @@ class AttentionCalls:
     """Sliding windows of the calls; None for a call without one."""
     count: int = 0
     without_bounds: int = 0
-    """Number of calls that did not say where rows end."""
+    """Number of calls without the bounds of rows."""
 
 
 @contextmanager

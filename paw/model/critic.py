@@ -4,9 +4,9 @@
     loss = mean over the mini-batch's response tokens of
            max((V - R)^2, (clip(V, V_old -+ value_clip) - R)^2)
 
-V_old are the values at the time the sample was played, and R = A + V_old are the returns
-(algo.gae). The head starts at zero, so the first advantages are the returns themselves. verl starts
-its head at random.
+V_old are the values at the time when the sample was played, and R = A + V_old are the returns
+(algo.gae). The head starts at zero, so the first advantages are the returns themselves. In verl it
+starts at random.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ from paw.types import Sample, Values, as_values, no_values
 
 
 def load_critic(path: str, **options: Any) -> Policy:
-    """Load the model at `path`, with a scalar head of zeros in place of the vocabulary's.
+    """Load the model at `path`, with a scalar head of zeros in place of the vocabulary head.
 
     `options` are those of `load_policy`.
     """
@@ -113,7 +113,7 @@ class Critic:
         return advantages
 
     def _variance(self, own_rows: Sequence[Values]) -> Tensor:
-        """Return the unbiased variance of the numbers of all ranks, as a scalar tensor."""
+        """Return the unbiased variance of the numbers on all ranks, as a scalar tensor."""
         values = torch.from_numpy(np.concatenate([no_values(), *own_rows])).float()
         if self.ranks.world_size == 1:
             return values.var()
@@ -190,13 +190,13 @@ class Critic:
         return loss, clipped
 
     def values(self, batch: Batch) -> Tensor:
-        """Return the value before each response token, [N] float32. Only inside a model call."""
+        """Return the value before each response token, [N] float32. Call it inside a model call."""
         model: Any = self.model
         hidden = model.hidden(batch.input_ids, batch.lengths, batch.paths)[batch.position].float()
         return linear(hidden, model.head_weight.float(), model.head_bias.float()).squeeze(-1)
 
     def loss(self, batch: Batch, minibatch: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """Return (sum of the loss, number of clipped tokens). Only inside a call of the model."""
+        """Return (sum of the loss, number of clipped tokens). Call it inside a model call."""
         samples = [minibatch[i] for i in batch.indices]
         target_rows = [
             np.concatenate([no_values(), *(sample.values for sample in samples)]),

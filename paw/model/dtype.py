@@ -1,4 +1,4 @@
-"""The precision of a model's computations, as chosen by model.dtype = "auto"."""
+"""The precision of a model's computations that model.dtype = "auto" chooses."""
 
 from collections.abc import Collection
 from pathlib import Path

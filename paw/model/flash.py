@@ -4,9 +4,9 @@ Bytes per parameter: 2 for the weight, 2 for its gradient, 1 or 2 for the weight
 32 in all), 2 for the moments and 1/8 for their scales, one for every 32 values. With `offload`, the
 state stays in pinned host memory and moves to the device during the step, one parameter at a time.
 
-Parameters whose rows are not a multiple of 32 values (norms, biases, ...) are updated by AdamW in
-float32, with 12 bytes of state each, because a group of 32 would straddle two ranks. This is so for
-any number of ranks.
+AdamW updates parameters whose rows are not a multiple of 32 values (norms, biases, ...) in float32,
+with 12 bytes of state each, because a group of 32 would straddle two ranks. It does so for any
+number of ranks.
 """
 
 import math

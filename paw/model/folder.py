@@ -13,7 +13,7 @@ from paw.io.files import write_file
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 MAX_BYTES = 64 << 20
-"""Files of at least this many bytes are not taken for tokenizers, templates or configurations."""
+"""Files of at least this many bytes are not copied as tokenizers, templates or configurations."""
 
 
 def copy_to_this_machine(path: str, ranks: Ranks) -> str:

@@ -1,9 +1,9 @@
-"""The choice of the decoder layers' code: compiled, Liger's kernels or eager.
+"""Chooses the decoder layers' code: compiled, Liger's kernels or eager.
 
 Between its matrix products an eager layer reads and writes every intermediate result. On a GPU that
-takes a third of the time of the products or more. `model.compile` and `model.liger` fuse these
-operations. Whatever is chosen is tried first, in a process of its own (`fused_trial`) with a time
-limit: its results and gradients must be those of eager layers, up to rounding.
+takes at least a third of the time of the products. `model.compile` and `model.liger` fuse these
+operations. The choice is first tried in its own process (`fused_trial`) with a time limit. Its
+results and gradients must be those of eager layers, up to rounding.
 """
 
 import json
@@ -27,7 +27,7 @@ from paw.model.patches import import_liger
 from paw.model.policy import weights_dtype
 
 TRIAL_S = 300.0
-"""Most seconds of a trial, with the import of torch and all compilation."""
+"""Maximum seconds of a trial, including the import of torch and all compilation."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ EAGER = Layers()
 
 
 def wanted_layers(config: ModelConfig, device: torch.device) -> list[Layers]:
-    """Return what to try, the best first. Without any, layers are eager.
+    """Return what to try, the best first. If the list is empty, layers are eager.
 
     "auto" means compiled layers on a GPU, or Liger's kernels if these are refused.
     """
@@ -75,8 +75,8 @@ def choose_layers(
 ) -> tuple[Layers, list[str]]:
     """Return (how decoder layers are computed, lines to report). All ranks must call it.
 
-    A way that fails its trial on any machine is left out by all ranks; a line says why. Raises
-    UserError if the configuration names that way.
+    If a way fails its trial on any machine, no rank uses it, and a line says why. Raises UserError
+    if the configuration names that way.
     """
     faults: list[str] = []
     for layers in wanted_layers(config.model, device):
@@ -95,14 +95,14 @@ def _report(layers: Layers, faults: list[str]) -> list[str]:
         return []
     return [
         f"decoder layers are {layers}, because others were refused: {'; '.join(faults)} "
-        "(--model.compile false tries none)"
+        "(--model.compile false skips the trials)"
     ]
 
 
 def _fault_anywhere(
     layers: Layers, config: Config, path: str, device: torch.device, *, attention: str, ranks: Ranks
 ) -> str:
-    """Return the first fault of any machine, "" if there is none. One rank of each tries."""
+    """Return the first fault on any machine, or "". One rank on each machine makes the trial."""
     fault = why_not(layers, config, device)
     if not fault and ranks.rank % ranks.on_host == 0:
         fault = fault_of(make_request(layers, config, path, device, attention))
@@ -113,7 +113,7 @@ def _fault_anywhere(
 
 
 def why_not(layers: Layers, config: Config, device: torch.device) -> str:
-    """Return why layers need no trial to be refused; "" if nothing is known."""
+    """Return why layers are refused without a trial; "" if no reason is known."""
     model = config.model
     if layers.compiled and model.compile == "auto" and model.checkpointing == "selective":
         return (
@@ -153,7 +153,7 @@ def make_request(
 
 
 def fault_of(request: Request, limit_s: float = TRIAL_S) -> str:
-    """Try fused layers in a process of their own. Returns what is wrong with them, or ""."""
+    """Try fused layers in their own process. Returns what is wrong with them, or ""."""
     with tempfile.TemporaryDirectory(prefix="paw-trial-") as folder:
         result = Path(folder) / "verdict.json"
         output = Path(folder) / "output.txt"
@@ -183,7 +183,7 @@ def fault_of(request: Request, limit_s: float = TRIAL_S) -> str:
 
 
 def judged(verdict: Verdict) -> str:
-    """Return the fault that a verdict names, "" if results are right."""
+    """Return the fault that a verdict names; "" if the results are right."""
     if verdict.share <= 1:
         return ""
     return f"{verdict.worst} is off by {verdict.share:.3g} times what rounding explains"

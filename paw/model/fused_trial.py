@@ -2,11 +2,12 @@
 
     python -m paw.model.fused_trial REQUEST RESULT
 
-REQUEST is JSON (`Request`). RESULT is the file for the answer, JSON too (`Verdict`). The process
+REQUEST is JSON (`Request`). RESULT is the file for the answer, also JSON (`Verdict`). The process
 has the first layers of the model, with random weights of realistic size and a small vocabulary. It
 takes packed rows and a prefix tree forward and backward through eager and through fused layers,
-with the run's checkpointing, offloading, adapters and kernels. `paw.model.fused` starts it: here a
-compiler may hang, crash or take all memory, and Liger may replace what it likes.
+with the run's checkpointing, offloading, adapters and kernels. `paw.model.fused` starts it in a
+separate process because a compiler may hang, crash or take all memory, and Liger may replace
+anything.
 """
 
 import json
@@ -31,10 +32,10 @@ from paw.processes.lifeline import die_with_parent
 
 FLOOR = {"float32": 1e-4, "bfloat16": 1e-3}
 """Error that is always allowed, as a share of a tensor's size. Rounding in float32 reaches about
-1e-6. In bfloat16 the error of eager layers counts too, twice."""
+1e-6. In bfloat16, twice the error of eager layers is allowed too."""
 SMALL_GRADIENT = 0.1
-"""Gradients are taken to be at least this share of the average size of all gradients. Some, such as
-that of a key's bias, are nothing but rounding."""
+"""Gradients count as at least this share of the average size of all gradients, because some, such
+as that of a key's bias, are only rounding errors."""
 ROWS = ((64, 33, 90), (50, 50))
 """Lengths of the rows of each batch. The second shows whether compiled layers take other lengths."""
 VOCABULARY = 128
@@ -65,7 +66,7 @@ class Request:
 @dataclass(frozen=True)
 class Verdict:
     share: float
-    """The largest error as a share of the allowed one. Up to 1 is right. NaN if a result is NaN."""
+    """The largest error as a share of the allowed one. At most 1 if right, NaN if a result is."""
     worst: str
     """The result with that error."""
 
@@ -131,9 +132,9 @@ def make_policy(request: Request, *, exact: bool = False) -> Policy:
 
 
 def small_config(path: str) -> Any:
-    """Return the model's configuration with few layers and words.
+    """Return the model's configuration with few layers and a small vocabulary.
 
-    There are enough layers to have each kind. Weights are drawn with a deviation that keeps
+    There are enough layers to include each kind. Weights are drawn with a deviation that keeps
     activations near 1, so that attention is not flat and all gradients matter.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -168,7 +169,7 @@ def _randomise_vectors(lm: PreTrainedModel) -> None:
 
 
 def _randomise_adapters(lm: PreTrainedModel) -> None:
-    """Give the zero halves of adapters values. With zeros, the other halves have no gradient."""
+    """Set the zero halves of adapters to random values, or the other halves have no gradient."""
     for name, parameter in lm.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=0.1)

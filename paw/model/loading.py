@@ -16,7 +16,7 @@ from paw.io.hub import check_hub
 from paw.model.check import check_model, check_rope, refused
 from paw.model.policy import Policy
 
-# transformers' progress bars would break up our lines of progress. So would its loading report.
+# transformers' progress bars and loading report would break up our lines of progress.
 # `_check_weights` raises the problems in that report.
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()

@@ -1,5 +1,6 @@
-"""The transform of a head's logits before the softmax: a scale (Granite, Cohere, Falcon-H1) or a
-soft cap (Gemma, nanochat). The kernels and the transformers engine apply it too.
+"""The transform that a model applies to its head's logits before the softmax: a scale (Granite,
+Cohere, Falcon-H1) or a soft cap (Gemma, nanochat). The kernels and the transformers engine apply it
+too.
 
     z = softcap tanh(scale u / softcap),  u = W h + b        without a soft cap z = scale u
 """

@@ -22,7 +22,7 @@ from paw.distributed.gather import Shard, gather_in_buckets
 from paw.errors import UserError, nearest, needed
 
 BASE_WEIGHT = ".base_layer.weight"
-"""How the name of a weight ends if peft has put an adapter beside it."""
+"""The end of a weight's name if peft has put an adapter beside it."""
 
 
 def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
@@ -110,7 +110,7 @@ def adapter_of(model: nn.Module, name: str) -> list[Tensor]:
 def merged(model: nn.Module, name: str, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return weight [out, in] `name` with A [rank, in] and B [out, rank] added, as a new tensor.
 
-    All are full. The sum is made in float32 and has the dtype of `weight`.
+    All are full tensors. The sum is computed in float32 and returned in the dtype of `weight`.
     """
     layer: Any = model.get_submodule(name.removesuffix(BASE_WEIGHT))
     (adapter,) = layer.scaling

@@ -14,9 +14,9 @@ from paw.errors import UserError, needed
 from paw.model.attention import ATTENTION, decoder_layers, packed_attention
 
 MOST_VERSIONS = 64
-"""Most versions of the code of a layer. There is one for each kind of layer, with and without
-gradients and adapters, in the backward pass of a checkpointed layer, ... Beyond torch's own limit of
-8, layers would silently be eager."""
+"""Maximum number of compiled versions of a layer's code. There is one for each kind of layer, with
+and without gradients and adapters, in the backward pass of a checkpointed layer, ... Beyond torch's
+own limit of 8, layers would silently be eager."""
 
 
 def import_liger(device: torch.device) -> Any:
@@ -40,7 +40,7 @@ def apply_liger(lm: PreTrainedModel) -> None:
     replaced for this model and for those made later. Raises UserError if Liger has no kernels for
     the model.
     """
-    # Liger warns about back ends that nobody asked for.
+    # Liger warns about back ends that are not used.
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)
     liger = import_liger(lm.device)
     model_type = lm.config.model_type

@@ -37,7 +37,7 @@ class Policy(nn.Module):
 
     With lr 1e-6, rounding swallows updates of bf16 parameters unless the optimizer keeps extra bits
     (flash-adamw). Dropout stays off, so that scoring and update see the same log-probs. `attention`
-    is a kernel that `attention.pick_attention` returns.
+    is the name of a kernel that `attention.pick_attention` returns.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ def full_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, full tensor) of each parameter, gathered a bucket at a time.
 
-    If the model is sharded, this is a collective call of all ranks (`paw.distributed.gather`). LoRA
+    If the model is sharded, every rank must call this (`paw.distributed.gather`). LoRA
     adapters are merged into the weights, or left out without `merge`. Unless `once`, a tied head is
     also yielded under its own name. vLLM on a CPU needs this, because the embedding's name does not
     reach its repacked copy of the head. With `dtype`, matrices are cast before they are gathered,

@@ -1,4 +1,4 @@
-"""One meaning of bf16 for any number of ranks: every module sees its parameters as bf16.
+"""Gives bf16 one meaning for any number of ranks: every module sees its parameters as bf16.
 
 Nothing else is cast. With several ranks, FSDP2's MixedPrecisionPolicy does this. vLLM does the
 same. Parameters that are stored in float32 (AdamW's, LoRA's adapters) stay float32 for the

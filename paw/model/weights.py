@@ -14,8 +14,8 @@ from paw.model.policy import full_parameters
 class Weights:
     """Every parameter of a Hugging Face causal LM, in an engine's form, with LoRA adapters merged.
 
-    With `dtype`, matrices are cast to it before they are gathered. If the model is sharded, each
-    pass is a collective call of all ranks.
+    With `dtype`, matrices are cast to it before they are gathered. If the model is sharded, every
+    rank must make each pass.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Weights:
         self.last_taken = ""
         """The name of the last of them."""
         self.exhausted = False
-        """Whether that pass went to the end."""
+        """Whether that pass reached the end."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor), gathered a bucket at a time."""

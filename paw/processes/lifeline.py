@@ -1,4 +1,4 @@
-"""Makes a process end with its parent, and makes the processes that it started end with it.
+"""Makes a process end with its parent, and makes the processes it started end with it.
 
 `python lifeline.py PARENT WORDS...` runs a command this way. Imports no torch.
 """
@@ -28,7 +28,7 @@ WATCH_S = 1.0
 def die_with_parent(parent: int) -> None:
     """Make this process end when process `parent`, which started it, ends.
 
-    Linux kills it, whatever it is doing, when the thread that started it ends, so start it from a
+    Linux kills it, whatever it is doing, when the thread that started it ends. So start it from a
     thread that lasts. On other systems a thread checks every second, unless code that holds the
     interpreter keeps that thread from running.
     """
@@ -126,13 +126,13 @@ def end_tool_servers() -> None:
 
 
 def run_command(parent: int, words: list[str]) -> None:
-    """Become the command `words`, which ends with process `parent`, and what it starts with it.
+    """Replace this process with the command `words`. It and its children end with `parent`.
 
-    This process must lead a process group. If there is no such program, ends with exit code 127.
+    This process must lead a process group. If there is no such program, it ends with exit code 127.
     """
     die_with_parent(parent)
     end_group_with_this()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it
     try:
         os.execvp(words[0], words)
     except OSError as error:

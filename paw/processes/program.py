@@ -18,12 +18,12 @@ from typing import IO
 from paw.processes import lifeline
 
 MAX_OUTPUT = 16 << 20
-"""Most bytes that a program may write to standard output and error together."""
+"""Maximum bytes that a program may write to standard output and error together."""
 TAIL = 64 << 10
-"""Bytes of an output that are kept: its end."""
+"""Number of bytes kept from the end of an output."""
 READ_BYTES = 64 << 10
 END_S = 2.0
-"""Time limit for reading what a program that has ended wrote."""
+"""Time limit for reading the output of a program that has ended."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ProgramEnd:
     last_line: str
     """The last line of its standard output that is not empty."""
     last_error: str
-    """The same of its standard error."""
+    """The last line of its standard error that is not empty."""
 
 
 async def run_program(
@@ -86,7 +86,7 @@ async def run_program(
 def _start(
     words: Sequence[str], *, variables: Mapping[str, str], stdin: str
 ) -> "subprocess.Popen[bytes]":
-    """Start a command in a process group of its own, which ends with this process."""
+    """Start a command in its own process group, which ends with this process."""
     with tempfile.TemporaryFile() as task_file:
         task_file.write(stdin.encode("utf-8", "replace"))
         task_file.seek(0)
@@ -102,7 +102,7 @@ def _start(
 
 
 def _kill(group: int) -> None:
-    """Kill what is left of a process group, also if its leader has ended."""
+    """Kill what is left of a process group, even if its leader has ended."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
@@ -122,7 +122,7 @@ class OutputBudget:
 
 
 class OutputTail:
-    """Reads a pipe on the running loop and keeps the end of what comes."""
+    """Reads a pipe on the running loop and keeps the end of its content."""
 
     def __init__(self, pipe: IO[bytes], budget: OutputBudget) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

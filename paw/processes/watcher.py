@@ -1,10 +1,10 @@
 """A parent process that watches a command from outside its interpreter.
 
 Whatever an environment does to the command's process, the exit code is correct, one line says what
-happened, and two signals end it.
+happened, and two signals end the command.
 
 The parent is a bare interpreter, and the command runs in a child. Through one pipe, the child
-announces that it ends in order. Through another, its C signal handler reports the signals that have
+announces an orderly end. Through another, its C signal handler reports the signals that have
 reached it. The child dies with its parent. The ranks of `paw train --gpus` tell their launcher how
 they end. This module imports neither torch nor anything else that the command imports.
 """
@@ -52,7 +52,7 @@ PIPE = "PAW_WATCHER"
 MOMENT_S = 0.3
 """A signal that reaches parent and child within this time was sent to both, as by a terminal."""
 ANSWER_S = 3.0
-"""Seconds that Python has to answer a signal before a line reports that it does not."""
+"""Seconds that Python has to answer a signal before a line reports that it has not."""
 GRACE_S = 5.0
 """Seconds that the command has to end after a second signal if it has answered the first."""
 SHORT_GRACE_S = 1.0
@@ -107,7 +107,7 @@ def is_watched() -> bool:
 
 
 def say_ending(code: int) -> None:
-    """Tell the parent, if there is one, that this process ends in order with that exit code."""
+    """Tell the parent, if there is one, that this process ends orderly with that exit code."""
     _say(f"end {code}")
 
 
@@ -164,7 +164,7 @@ def _speak_to(descriptor: int) -> None:
 
 
 def _be_silent() -> None:
-    """Called in processes that the command forks, whose end and signals are not the command's."""
+    """Called in a process that the command forks. Its end and signals are not the command's."""
     global _words
     if _words is not None:
         os.close(_words)
@@ -200,7 +200,7 @@ class _Watch:
         self._pass_on_at: dict[int, float] = {}
         """Signal that only this process has received so far -> time to pass it on."""
         self._on_their_way: dict[int, int] = {}
-        """Signal -> number of those passed on that have not reached the child yet."""
+        """Signal -> how many have been passed on but have not reached the child yet."""
         self._direct_at: dict[int, float] = {}
         """Signal that has reached the child but not (yet) this process -> time when it did."""
         self._stops = 0
@@ -314,7 +314,7 @@ class _Watch:
             os.kill(self._child, signal.SIGKILL)
 
     def _end(self, status: int) -> NoReturn:
-        """End as the child did or should have. Prints a line unless the child ended in order."""
+        """End as the child did or should have. Prints a line unless the child's end was orderly."""
         what_is_kept = KEPT.get(self._command, "")
         exit_code = ending(self._said)
         if exit_code is not None:
@@ -340,7 +340,7 @@ class _Watch:
 def _pending(child: int) -> list[int]:
     """Return the stop signals that were sent to a process but that it has not received.
 
-    Either it has not had time for them yet, or it is stopped.
+    The process has not had time for them yet, or it is stopped.
     """
     masks = []
     with suppress(OSError), Path(f"/proc/{child}/status").open() as lines:

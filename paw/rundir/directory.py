@@ -1,4 +1,4 @@
-"""Tells whether the run directory is still the one that the run started in, and where it is now."""
+"""Checks that the run directory is still the one the run started in, or finds where it is now."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class OpenDirectory:
-    """An open folder. The system finds it by its number even after it is renamed."""
+    """An open folder. The system finds it by its descriptor even after it is renamed."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path

@@ -51,8 +51,8 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """Append the metrics of update `step`: numbers or one-element tensors.
 
         NaN and infinities become null. If the newest line already belongs to update `step`, the
-        metrics are an evaluation that it lacked. Then the file is replaced by one whose last line
-        includes it.
+        metrics are its missing evaluation, and the file is replaced by one whose last line includes
+        it.
         """
         named: Record = {"step": step}
         for name, value in metrics.items():
@@ -112,7 +112,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
                         raise
 
     def sample(self, step: int, record: Mapping[str, Any]) -> None:
-        """Append a record worth reading, such as an episode's turns, to samples.jsonl."""
+        """Append a record for people to read, such as an episode's turns, to samples.jsonl."""
         _append(self._samples, _plain({"step": step, **record}))
 
     def episodes(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
@@ -203,7 +203,7 @@ def metrics_problem(metrics: Any) -> str:
     for name, value in metrics.items():
         key = f"metrics[{short_repr(name)}]"
         if not isinstance(name, str):
-            return f"{key}: the name must be a text"
+            return f"{key}: the name must be a string"
         if not _can_be_logged(name, value):
             return f"{key} is {short_repr(value)}; it must be a number that fits a float"
     return ""

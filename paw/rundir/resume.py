@@ -1,6 +1,6 @@
 """The rules for resuming a run: what may change, what is kept, and how its logs are cut back.
 
-Every key may change, unless the change would make the run's past or checkpoints meaningless.
+A key may change unless the change would make the run's past or checkpoints meaningless.
 """
 
 import re
@@ -31,7 +31,7 @@ FIXED = {
 
 
 STEP = re.compile(rb'\{"step": ([0-9]{1,18})[,}]')
-"""The beginning of a line of a log, with its update."""
+"""The beginning of a log's line, which has its update."""
 
 
 def changes(directory: Path, config: Config) -> list[str]:
@@ -50,7 +50,7 @@ def changes(directory: Path, config: Config) -> list[str]:
             raise ValueError("it is not a file")
         recorded = _by_entry(flatten(tomllib.loads(path.read_text(encoding="utf-8"))))
     except (OSError, ValueError, RecursionError) as error:
-        return [f"warning: {path} cannot be read, so it is unknown what has changed since: {error}"]
+        return [f"warning: cannot read {path}, so changes since then are unknown: {error}"]
 
     recorded = masked(recorded)
     current = masked(_by_entry(flatten(config.model_dump(mode="json", exclude_none=True))))
@@ -86,7 +86,7 @@ def _why_fixed(key: str, old: Any, new: Any) -> str:
 
 
 def _by_entry(flat: Flat) -> Flat:
-    """Return the keys of a configuration, those of each entry of its lists as envs.LABEL.key."""
+    """Return the keys of a configuration, with keys of entries of lists as envs.LABEL.key."""
     single = {key: value for key, value in flat.items() if not is_replaced(key, flat)}
     for name, kind in ENTRIES.items():
         single |= by_label(kind, single.pop(name, []))
@@ -163,8 +163,8 @@ def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
 def cut(path: Path, step: int) -> None:
     """Cut a log off at the first line after update `step`, or one that a kill cut off.
 
-    A `step` below 0 leaves nothing. Unlike `rewind`, it neither holds nor writes the lines before,
-    which may be large.
+    A `step` below 0 leaves nothing. Unlike `rewind`, this does not read the earlier lines into
+    memory or write them again, because they may be large.
     """
     if not path.is_file():
         return

@@ -20,8 +20,8 @@ from paw.errors import UserError, clean
 from paw.io.files import cause, fsync, writing
 
 LOCK = ".lock"
-"""Name of the file with the id of the process that has the folder, or had it last. Only the
-kernel's lock on the file counts."""
+"""Name of the file with the id of the process that has or last had the folder. Only the kernel's
+lock on the file counts."""
 WAIT_S = 2.0
 """Seconds to wait for a process that has not written its id yet, or that was just killed together
 with its watching parent."""

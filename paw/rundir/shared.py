@@ -1,4 +1,4 @@
-"""Checks that all machines of a run see its directory."""
+"""Checks that all machines of a run can see its directory."""
 
 import secrets
 from pathlib import Path
@@ -9,7 +9,7 @@ from paw.io.files import writing
 
 
 def check_shared(directory: Path, ranks: Ranks) -> None:
-    """Raise UserError on all ranks if one of them does not see rank 0's `directory`.
+    """Raise UserError on all ranks if one of them cannot see rank 0's `directory`.
 
     All ranks must call it.
     """

@@ -1,6 +1,6 @@
 """A clean stop between updates. The first signal asks for it, and a second one ends the process.
 
-Outside of it, `paw.__main__` handles Ctrl-C. This module does not import torch.
+Elsewhere, `paw.__main__` handles Ctrl-C. This module does not import torch.
 """
 
 import os
@@ -23,7 +23,7 @@ _masks = threading.local()
 def _before_fork() -> None:
     """Block the signals.
 
-    A child's signals are not the run's, so they wait until the child has its own handlers.
+    A child's signals are not meant for the run, so they wait until the child has its own handlers.
     """
     _masks.before_fork = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
 

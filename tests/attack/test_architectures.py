@@ -38,7 +38,7 @@ REFUSED = {
     "nemotron": ({}, BOUNDS),
     "falcon": (
         {"alibi": False},
-        "its attention is its own code, in which packed rows see each other",
+        "its attention is the model's own code, in which packed rows see each other",
     ),
     "bart": (
         {"d_model": 32, "decoder_ffn_dim": 48, "decoder_attention_heads": 4, "decoder_layers": 2},

@@ -189,7 +189,7 @@ def test_a_busy_server_turns_requests_away_and_what_takes_too_long_ends(monkeypa
         (503, "2 requests are waiting already; try again"),
         (200, None),
         (500, "the search failed: index gone"),
-        (408, "the body did not come within 0.5 s"),
+        (408, "the body did not arrive within 0.5 s"),
         (503, "not done within 0.5 s; try again with fewer queries"),
     ]
 

@@ -62,7 +62,7 @@ def test_what_a_trial_refuses_is_left_out_with_a_line(monkeypatch):
     assert layers == LIGER
     assert lines == [
         "decoder layers are Liger's kernels, because others were refused: compiled: no compiler "
-        "(--model.compile false tries none)"
+        "(--model.compile false skips the trials)"
     ]
 
     both = {COMPILED: "no compiler", LIGER: "wrong"}
