@@ -53,8 +53,8 @@ def push_weights(
     """Send every parameter of a Hugging Face causal LM to `engine`. Matrices are sent in `dtype`
     (default: that of the parameter).
 
-    With FSDP2, this is a collective call of all ranks. Raises UserError if `engine` stopped before
-    it had taken all parameters.
+    With FSDP2, every rank must call this. Raises UserError if `engine` stopped before it had taken
+    all parameters.
     """
     weights = Weights(model, engine.checkpoint_names, dtype=dtype)
     engine.sync(weights, version)
