@@ -72,7 +72,7 @@ class Env(Protocol):
 
 
 class Tasks(Protocol):
-    """The tasks of a split: `tasks[i]`, and `len(tasks)` unless endless. A list will do."""
+    """The tasks of a split: `tasks[i]`, and `len(tasks)` unless endless. It may be a list."""
 
     def __getitem__(self, i: int, /) -> Task: ...
 
@@ -95,11 +95,11 @@ class EnvFactory(Protocol):
     """Whether its environments wait for something outside this process, such as a child or a
     network. They are then made and played in up to env.threads threads at once."""
     runs_others_code: bool = False
-    """Whether its environments run code that is not ours, as a user's own always do. Each call is
-    then made in a thread and may take up to env.step_timeout_s."""
+    """Whether its environments run code that is not ours, as a user's own always do. If so, each
+    call is made in a thread and may take up to env.step_timeout_s."""
     has_others_tasks: bool = False
-    """Whether `tasks` is not our code either. It is then called, and each of its tasks read, in a
-    thread with the same time limit."""
+    """Whether `tasks` is not our code either. If so, it is called, and each of its tasks is read,
+    in a thread with the same time limit."""
     distinct_eval: bool = True
     """Whether an evaluation plays each task at most once. Otherwise each of its tasks is drawn
     independently, as in the reference code."""
@@ -352,5 +352,5 @@ def check_kind(task: Task, factory: EnvFactory) -> None:
         raise UserError(
             f"{clean(factory.name)}: the task {short_repr(task.id)} "
             f"is of the kind {short_repr(task.kind)}, "
-            "which reports call all kinds together; give it another kind"
+            "a name that reports use for all kinds; give it another kind"
         )

@@ -19,8 +19,8 @@ _adapter = functools.cache(TypeAdapter)
 
 
 class Strict(BaseModel):
-    """A model without conversions: a text must be a text, and a number a number. Ignores other
-    keys."""
+    """A model without conversions: a string must be a string, and a number a number. Other keys are
+    ignored."""
 
     model_config = ConfigDict(strict=True)
 

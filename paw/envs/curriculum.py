@@ -15,7 +15,7 @@ MOST = 1e12
 
 
 class Curriculum:
-    """The function that rollout.curriculum names, and the success that it is given.
+    """The function that rollout.curriculum names, and the success rates that it gets.
 
     The function gets (step, success): the number of updates done, and for each label of [[envs]]
     the share of its training episodes that were won, over the last WINDOW updates that played it; 0
@@ -33,7 +33,7 @@ class Curriculum:
         self._recent: dict[str, deque[float]] = {label: deque(maxlen=WINDOW) for label in labels}
 
     def note(self, success: Mapping[str, float]) -> None:
-        """Add the success of an update, of the environments that it has played."""
+        """Add an update's success, by label of the environments that it has played."""
         for label, value in success.items():
             self._recent[label].append(value)
 

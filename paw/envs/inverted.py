@@ -1,8 +1,9 @@
 """An environment that runs its own loop and asks a model through an OpenAI-compatible endpoint.
 
-Control is inverted here. `reset` starts the rollout as a coroutine, next to such an endpoint. Each
-request to the endpoint is the next `context`, and `step` answers it. The reward of the finished
-rollout is the reward of the last turn. The rollout advances only within `reset` and `step`.
+Control is inverted here. `reset` starts the rollout as a coroutine and opens such an endpoint for
+it. Each request to the endpoint is the next `context`, and `step` answers it. The reward of the
+finished rollout is the reward of the last turn. The rollout advances only within `reset` and
+`step`.
 """
 
 import asyncio
@@ -57,10 +58,10 @@ class VerifiersConfig(EnvConfig):
 
 
 class InvertedEnv:
-    """One rollout at a time, on an event loop of its own.
+    """One rollout at a time, on its own event loop.
 
-    The methods are plain functions, which run in a thread, so a rollout that blocks its loop costs
-    only its own episode, and a rollout ends with every task of its loop.
+    The methods are plain functions, which run in a thread. So a rollout that blocks its loop fails
+    only its own episode, and when a rollout ends, so do all tasks of its loop.
     """
 
     tools: list[dict[str, Any]]
@@ -162,7 +163,7 @@ class InvertedEnv:
             self._messages += [reply.message(), *added_messages]
             return added_messages
 
-        # This is another conversation, or the same one rewritten.
+        # This is a new conversation, or the same one rewritten.
         self._messages = [_plain(message) for message in new_messages]
         return self._messages[-1:]
 

@@ -22,7 +22,7 @@ from typing import Any
 from paw.errors import EnvironmentFailure, clean
 
 CPU_S = 1.0
-"""Limit of a call in seconds of CPU time: a thousand times what a sane one takes.
+"""Limit of a call in seconds of CPU time, a thousand times what a normal one takes.
 
 Wall-clock time would depend on the load of the machine.
 """
@@ -34,7 +34,7 @@ CHILD = Path(__file__).with_name("limited_child.py")
 class CannotApply(Exception):
     """A pattern or schema cannot be applied.
 
-    The message is a predicate without a subject, such as "takes more than 1 s of CPU time".
+    The message is a sentence without its subject, such as "takes more than 1 s of CPU time".
     """
 
 

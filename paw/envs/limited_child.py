@@ -89,7 +89,7 @@ def serve(cpu_s: float) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     with contextlib.suppress(OSError, ValueError):  # not every system has this limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    warnings.simplefilter("ignore")  # they are about patterns whose meaning may change
+    warnings.simplefilter("ignore")  # warnings are about patterns whose meaning may change
     parent = os.getppid()
     while True:
         while not select.select([sys.stdin.buffer], [], [], WATCH_S)[0]:

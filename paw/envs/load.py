@@ -72,7 +72,7 @@ class UserFactory:
         if not (isinstance(penalty, int | float) and 0 <= penalty < math.inf):
             raise UserError(
                 f"{origin}: invalid_penalty is {short_repr(penalty)}, "
-                "which is not a number from 0 on"
+                "which is not a number of at least 0"
             )
 
     def tasks(self, split: str, seed: int) -> Tasks:
@@ -97,7 +97,7 @@ class UserFactory:
         if not (is_task and isinstance(first.id, str) and isinstance(first.kind, str)):
             raise UserError(
                 f"{call}[0] is {short_repr(first)}; "
-                "it must be a paw.Task whose id and kind are texts"
+                "it must be a paw.Task whose id and kind are strings"
             )
         if split == "warmup" and not self.demonstrates:
             raise UserError(

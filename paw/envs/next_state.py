@@ -3,7 +3,7 @@
 A task is a recorded turn: what the agent was shown, its action, and what the environment answered.
 The agent predicts that answer. It is rewarded if the cosine distance between the embeddings of the
 prediction and the answer is below env.threshold. One game in ten is held out, chosen by a hash of
-its id. The wording of the paper's prompt is not public, but this one asks for the same.
+its id. The wording of the paper's prompt is not public, but this prompt asks for the same thing.
 """
 
 import hashlib
@@ -263,7 +263,7 @@ class _Batched:
         result: Future[float] = Future()
         self._waiting.put(((prediction, real), result))
         with self._busy:
-            if not result.done():  # otherwise another thread has computed it meanwhile
+            if not result.done():  # otherwise another thread has already computed it
                 self._compute_waiting()
         return result.result()
 

@@ -80,9 +80,9 @@ class SeveralEnvs(TaskChooser):
         return _in_turn(tasks)
 
     def state(self, step: int, count: int) -> dict[str, Any] | None:
-        """Return what a checkpoint needs to go on from update `step`, of `count` tasks, as JSON.
+        """Return the state to continue from update `step`, which has `count` tasks, as JSON.
 
-        Without a curriculum, the tasks follow from the configuration, and this is None.
+        Returns None without a curriculum, because the configuration then determines the tasks.
         """
         if self.curriculum is None:
             return None

@@ -1,6 +1,6 @@
 """How the tasks of each update are divided among several environments ([[envs]]).
 
-What rounding takes from an environment in one update, it gets in a later one. All numbers are
+Tasks that an environment loses to rounding in one update come back in a later one. All numbers are
 integers, so every rank and every resumed run has the same tasks.
 """
 
@@ -13,12 +13,12 @@ WHOLE = 1_000_000
 
 
 class Position(NamedTuple):
-    """What has been given before an update."""
+    """The tasks given to each environment before an update."""
 
     given: dict[str, int]
     """Tasks that each environment had in the updates before."""
     credit: dict[str, int]
-    """What it is owed, in millionths of a task; negative if it has had more than its share."""
+    """Credit of each in millionths of a task; negative if it has had more than its share."""
 
 
 class TaskShares:
@@ -31,7 +31,7 @@ class TaskShares:
         """`shares` are positive, relative to one another."""
         self.initial = in_millionths(shares)
         self._chosen: dict[int, dict[str, int]] = {}
-        """Shares from an update on, as a curriculum chose them."""
+        """The shares that a curriculum has chosen, by the first update that they apply to."""
         nothing = dict.fromkeys(shares, 0)
         self._positions: dict[int, dict[int, Position]] = {}
         """Position before an update, by tasks in an update and number of the update."""
@@ -60,7 +60,7 @@ class TaskShares:
         return {label: range(before.given[label], after.given[label]) for label in before.given}
 
     def state(self, step: int, count: int) -> dict[str, Any]:
-        """Return what `load_state` needs to go on from update `step`, as JSON."""
+        """Return the state that `load_state` needs to continue from update `step`, as JSON."""
         position = self._before(step, count)
         return {"given": position.given, "credit": position.credit, "shares": self.of(step)}
 
@@ -116,7 +116,7 @@ def _advanced(position: Position, shares: Mapping[str, int], count: int) -> Posi
     given = dict(position.given)
     credit = {label: owed + shares[label] * count for label, owed in position.credit.items()}
     for _ in range(count):
-        # An environment without a share gets none, even if it is still owed some.
+        # An environment without a share gets no tasks, even if it still has credit.
         label = max((label for label in credit if shares[label]), key=lambda label: credit[label])
         given[label] += 1
         credit[label] -= WHOLE
@@ -126,7 +126,7 @@ def _advanced(position: Position, shares: Mapping[str, int], count: int) -> Posi
 def drawn(shares: Mapping[str, int], indices: Iterable[int], seed: int) -> list[str]:
     """Return the environment of each of these places, drawn with the shares as probabilities.
 
-    For tasks outside the updates' own, such as those that replace groups.
+    This is for tasks that do not belong to an update's own, such as those that replace groups.
     """
     labels = list(shares)
     weights = list(shares.values())

@@ -1,4 +1,4 @@
-"""Tasks from a file, for an agent that brings its own tools and reward (agent.type = "command")."""
+"""Tasks from a file, for an agent with its own tools and reward (agent.type = "command")."""
 
 import hashlib
 import json
@@ -114,7 +114,7 @@ def _task(row: dict[str, Any], name: str, origin: str) -> Task:
     if means_all_kinds(kind):
         raise UserError(
             f"{origin}: a task is of the kind {short_repr(kind)}, "
-            "which reports call all kinds together; give it another kind"
+            "a name that reports use for all kinds; give it another kind"
         )
     return Task(str(row.get("id", name)), kind, row)
 

@@ -32,7 +32,7 @@ INSTALL = (
     "git clone https://github.com/sierra-research/tau2-bench && pip install -e './tau2-bench[gym]'"
 )
 BROKEN = ("user_error", "infrastructure_error", "unexpected_error")
-"""Reasons for a simulation's end that are not the agent's fault."""
+"""Reasons for the end of a simulation that are not the agent's fault."""
 DONE = '{"name": "done", "arguments": {}}'
 """The action that ends a conversation."""
 ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)

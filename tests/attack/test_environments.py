@@ -184,7 +184,7 @@ def test_a_kind_of_task_that_means_all_of_them_is_one_line(rollouts, kind):
         def tasks(self, split, seed):
             return [Task("a"), Task("b", kind)]
 
-    message = r"attack: the task 'b' is of the kind '.+', which reports call all kinds together; give it another kind"
+    message = r"attack: the task 'b' is of the kind '.+', a name that reports use for all kinds; give it another kind"
     for play_some in (lambda played: played.training(0, 2), lambda played: played.evaluation()):
         with pytest.raises(UserError) as error:
             play_some(rollouts(Named))

@@ -140,7 +140,7 @@ def test_a_task_that_cannot_be_had_later_is_one_line():
 def test_a_penalty_is_a_number():
     for value in ("ten", float("nan"), -1.0):
         with pytest.raises(
-            UserError, match=r"invalid_penalty is .*, which is not a number from 0 on"
+            UserError, match=r"invalid_penalty is .*, which is not a number of at least 0"
         ):
             make_factory(configure(), type("Game", (Count,), {"invalid_penalty": value}))
 

@@ -74,7 +74,7 @@ def refused(data, **keys) -> str:
 def test_a_kind_that_means_all_of_them_is_refused_and_a_split_of_that_name_is_none(tmp_path):
     rows = [{**row, "level": "All" if number == 4 else "easy"} for number, row in enumerate(ROWS)]
     message = refused(write(tmp_path / "levels.jsonl", rows), kind="level")
-    problem = "train, row 5: 'level' is 'All', which reports call all kinds together; rename it there, or name another"
+    problem = "train, row 5: 'level' is 'All', a name that reports use for all kinds; rename it there, or name another"
     assert f"{problem} column with env.kind" in message
     import datasets
 
@@ -153,7 +153,7 @@ def test_what_is_wrong_with_a_set_is_one_line(tmp_path, monkeypatch):
         refused(good_file, eval_split="dev")
         == f"env.eval_split = 'dev': {origin} has no such split, only train"
     )
-    assert refused(good_file, answer=None).endswith("needs env.answer, which is none")
+    assert refused(good_file, answer=None).endswith("needs env.answer, which is not set")
     assert refused(good_file, score="nmber").startswith("env.score = there is no 'nmber'")
     assert refused(tmp_path / "none.jsonl").endswith("none.jsonl': there is no such file or folder")
     assert refused(write(tmp_path / "a.parquet").rename(tmp_path / "a.txt")).endswith(

@@ -152,7 +152,7 @@ OTHERS = [
     (
         "task ids",
         listed(lambda split, seed: [Task(f"{split}/1", "All", 1)]),
-        "'All', which reports call all kinds tog",
+        "'All', a name that reports use for all",
     ),
     (
         "task ids",

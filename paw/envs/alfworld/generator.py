@@ -1,8 +1,8 @@
 """Generates household games in ALFWorld's own file format, each with a walkthrough that wins it.
 
 Everything is a pure function of the seed, the difficulty and the kinds of task. Each game belongs
-to exactly one split. A hash of its goal and scene, without ids, numbers and wording, decides which.
-A game that belongs to another split than the one asked for is drawn again.
+to exactly one split, which a hash of its goal and scene (without ids, numbers and wording) decides.
+If a drawn game belongs to a different split, another one is drawn.
 """
 
 import hashlib

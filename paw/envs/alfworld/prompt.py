@@ -1,4 +1,4 @@
-"""What the agent reads, and how its response becomes an action. Only text, no game.
+"""Makes the text that the agent reads, and parses its response. This knows no game.
 
 `PaperStyle` is Figure 7 of the paper, character for character as the reference code (verl-agent)
 sends it, including the empty first and last lines and the blank after "tags.".

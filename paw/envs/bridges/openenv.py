@@ -37,15 +37,15 @@ from paw.types import Outcome, Task, ToolCall
 CONNECT_S = 10.0
 """Time limit for connecting to a server."""
 RETRY_S = 5.0
-"""How long to keep asking for a session while the server is away or full."""
+"""Seconds to keep asking for a session while the server is unavailable or full."""
 CLOSE_S = 1.0
 """Time limit for ending a session."""
 START_S = 120.0
 """Time limit for a new container to answer."""
 MOST_TASKS = 1_000_000
-"""A split with more tasks is not played in epochs. Its tasks are drawn endlessly, at random."""
+"""Maximum tasks of a split that is played in epochs. Those of a larger one are drawn at random."""
 COMMON = ("metadata", "done", "reward")
-"""Fields that every action or observation may have."""
+"""Fields that any action or observation may have."""
 WHOLE = "*"
 """Value of env.action_field with which the model writes the whole action, as JSON."""
 AUTO = "auto"
@@ -53,7 +53,8 @@ EVALUATED = ("test", "validation", "valid", "dev", "eval", "valid_unseen")
 """Splits that env.eval_split = "auto" looks for, in this order."""
 JsonObject = dict[str, Any]
 _watchers: list[subprocess.Popen[bytes]] = []
-"""The processes that remove our containers. Collecting one would close its pipe, so keep all."""
+"""The processes that remove our containers. They are kept, because garbage collection would close
+their pipes."""
 
 
 class OpenenvConfig(ConversationConfig):
@@ -385,7 +386,7 @@ class OpenenvEnv(Conversation):
         return _as_text(fields.get(self._factory.shown_field, fields))
 
     def _start(self) -> StepResult:
-        """Reset a new session. Retries for RETRY_S while the server is away or full."""
+        """Reset a new session. Retries for RETRY_S while the server is unavailable or full."""
         self.close()
         deadline = time.monotonic() + RETRY_S
         pause = 0.1
@@ -477,7 +478,7 @@ class OpenenvEnv(Conversation):
 
 
 def _end_session(socket: Any) -> None:
-    """Say goodbye and wait for the server's goodbye, sent when it has closed the session."""
+    """Close the connection, and wait until the server confirms that the session is closed."""
     with quietly():
         socket.send('{"type": "close"}')
         socket.recv(CLOSE_S)
@@ -486,7 +487,7 @@ def _end_session(socket: Any) -> None:
 
 
 def _tool_result(fields: JsonObject) -> str:
-    """Return a tool's error or result as text. If it has content, the texts of the content."""
+    """Return a tool's error or result as text, or the texts of its content if it has any."""
     result = fields.get("error") or fields.get("result")
     content = result.get("content") if isinstance(result, dict) else None
     content_parts = [
@@ -526,7 +527,7 @@ def _listed(fields: dict[str, str]) -> str:
 
 
 def _base(url: str) -> str:
-    """Return the http(s)://HOST:PORT of an address, however it is written."""
+    """Return an address in the form http(s)://HOST:PORT."""
     url = url.rstrip("/").removesuffix("/ws")
     return f"http{url[2:]}" if url.startswith("ws") else url
 

@@ -1,6 +1,6 @@
-"""Question sets through the library `datasets`: from the Hugging Face hub or from files.
+"""Loads question sets from the Hugging Face hub or from files, with the library `datasets`.
 
-Every row is read once at the start. A row that cannot be asked is reported then.
+Every row is read once at the start, when any row that cannot be asked is reported.
 """
 
 import hashlib
@@ -220,7 +220,7 @@ class QuestionSet:
         kind = str(value(row, column))
         if means_all_kinds(kind):
             raise ValueError(
-                f"'{column}' is {short_repr(kind)}, which reports call all kinds together; "
+                f"'{column}' is {short_repr(kind)}, a name that reports use for all kinds; "
                 "rename it there, or name another column with env.kind"
             )
 

@@ -1,6 +1,6 @@
 """Questions whose answers can be checked: your own set, or generated maths word problems.
 
-The feedback to an answer says whether it is right, and is the world model's target. After a wrong
+The feedback to an answer says whether it is right. It is the world model's target. After a wrong
 answer there may be further tries.
 """
 
@@ -33,11 +33,11 @@ NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*)?\.?\d+(?:/\d+)?")
 BRACES = r"(?:[^{}]|{(?:[^{}]|{[^{}]*})*})*"
 """Text with balanced braces, nested at most two levels deep."""
 FEW = 100
-"""Possible answers are listed up to this many. The quickstart's warm-up tries some at random."""
+"""Maximum number of possible answers to list. The quickstart's warm-up tries some at random."""
 KNOWN = ("exact", "number")
-"""Values of env.score with which the right answers are those of the questions."""
+"""Values of env.score for which the questions' own answers are the right ones."""
 SPLITS = {"test": range(1), "warmup": range(1, 4), "train": range(4, 10)}
-"""The last digits of problems' hashes, by split. So no problem is in two splits."""
+"""Last digits of the hashes of each split's problems. So no problem is in two splits."""
 STEPS = ("one", "two", "three", "four")
 PEOPLE = [
     "Ada",
@@ -159,7 +159,7 @@ class QuestionsFactory(EnvFactory):
             except UserError as error:
                 raise UserError(f"env.score = {error}") from None
         elif config.answer is None:
-            raise UserError(f"env.score = '{config.score}' needs env.answer, which is none")
+            raise UserError(f"env.score = '{config.score}' needs env.answer, which is not set")
 
         self._set: QuestionSet | None = None
         if config.data:
@@ -249,7 +249,7 @@ class QuestionsFactory(EnvFactory):
         if not is_share or not isinstance(feedback, str):
             raise EnvironmentFailure(
                 f"env.score = '{self.config.score}' returned {short_repr(returned)}; it must be a "
-                "number from 0 to 1, or a pair of that and feedback, a text"
+                "number from 0 to 1, or a pair of that and feedback, a string"
             )
         return float(score), feedback
 

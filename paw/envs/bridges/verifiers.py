@@ -69,7 +69,7 @@ class VerifiersFactory(EnvFactory):
         """Whether the taskset has the key `split`."""
         self._env: Any = self._call(lambda: vf.load_environment(self._resolve(config.train_split)))
         self._servers: Any = None
-        """The context of the tool servers. It is kept because they end when it is collected."""
+        """The context of the tool servers, which end when it is garbage-collected."""
         self._shared_tools: dict[str, Any] | None = None
         """The tools of these servers; None until they are started."""
         self._starting = threading.Lock()
@@ -180,7 +180,7 @@ class VerifiersFactory(EnvFactory):
             is_local = urlsplit(client.base_url).hostname in LOCAL
             if not is_local and resolve_api_key(client) == "EMPTY":
                 raise UserError(
-                    f"env.id = '{package}' asks {client.base_url}, whose key is missing; "
+                    f"env.id = '{package}' uses {client.base_url}, but its key is missing; "
                     f"set the environment variable {client.api_key_var}"
                 )
         return resolved

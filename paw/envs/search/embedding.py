@@ -27,8 +27,8 @@ TOKENS = 512
 """Default number of tokens read from a text."""
 BATCH = 64
 CACHE_SIZE = 1 << 16
-"""Number of vectors that are kept. Next states come back with every prediction, and predictions
-repeat."""
+"""Number of cached vectors. Each prediction is compared with a next state that occurs again, and
+predictions repeat too."""
 POOLINGS = ("mean_tokens", "cls_token", "lasttoken")
 
 

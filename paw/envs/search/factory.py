@@ -54,8 +54,8 @@ class SearchFactory(EnvFactory):
         self._worlds: list[world.World] = []
         self._generated: dict[str, list[Task]] = {}
         if config.data is None:
-            # A tiny model would memorize the facts of one small world. So it is trained on many,
-            # and evaluated in others.
+            # A tiny model would memorize the facts of one small world. So it is trained on many
+            # worlds and evaluated on others.
             numbered = config.style == "compact"
             count = 1
             if numbered and not self.may_block:

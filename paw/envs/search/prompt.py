@@ -1,4 +1,4 @@
-"""What the agent reads, and how its response becomes an action. Only text, no retrieval.
+"""Makes the text that the agent reads, and parses its response. This does no retrieval.
 
 `PaperStyle` is Figure 9 of the paper, character for character as the reference code (verl-agent,
 prompts/search.py and SearchMemory) sends it.

@@ -2,8 +2,8 @@
 (verl/utils/reward_score/qa_em.py).
 
 There are two differences. Only the agent's own answer counts, not an <answer> in retrieved
-documents. And if normalisation leaves nothing of a text ("The The"), the text is compared as
-written, so an empty answer is not right.
+documents. If normalisation leaves nothing of a text ("The The"), the text is compared as written,
+so an empty answer is not right.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""One episode at a time: commands, what they print, and the check in the end."""
+"""Plays one episode at a time: commands, their output, and the check at the end."""
 
 import base64
 import itertools
@@ -74,9 +74,9 @@ class TerminalEnv:
     def step(self, response: str) -> Outcome:
         """Run the command in `response`.
 
-        The episode ends with the command exit or after env.max_turns turns. The task is checked
-        then. It is lost if the files exceed env.disk_mib, or if a container had to be ended. Raises
-        EnvironmentFailure if the sandbox broke.
+        The episode ends with the command exit or after env.max_turns turns. Then the task is
+        checked. It fails if the files exceed env.disk_mib, or if a container had to be ended.
+        Raises EnvironmentFailure if the sandbox broke.
         """
         command, valid = self.style.parse_command(response)
         has_ended = command == EXIT
@@ -117,7 +117,7 @@ class TerminalEnv:
         return self.style.format_action(command)
 
     def admissible_actions(self) -> list[str]:
-        """Return some sensible commands of a generated task. Any other can be run too."""
+        """Return some sensible commands of a generated task. Any other command can be run too."""
         return commands(self._task) if isinstance(self._task, GeneratedTask) else []
 
     def format_action(self, action: str) -> str:
@@ -156,7 +156,7 @@ class TerminalEnv:
         self._shell = self._new_shell(self._folder, task.workdir, task.variables, image=task.image)
 
     def _hand_over(self, folder: Folder) -> None:
-        """Let commands change the files. A container has users of its own."""
+        """Let commands change the files. A container has its own users."""
         if self.config.container is None:
             folder.hand_over()
 
@@ -207,7 +207,7 @@ class TerminalEnv:
         return self._check_in_container(self._task)
 
     def _generated_score(self, task: GeneratedTask) -> float:
-        """Compare the files with those wanted. Nothing of the agent's runs meanwhile."""
+        """Compare the files with those wanted, while no process of the agent is running."""
         assert self._folder is not None
         for name, content in task.wanted.items():
             actual = self._folder.read(f"{TASK_FOLDER}/{name}")
@@ -220,7 +220,7 @@ class TerminalEnv:
         return 1.0
 
     def _check_in_sandbox(self, task: TaskFolder) -> float:
-        """Run the check in a new sandbox with the agent's files, when its processes are dead."""
+        """Run the check in a new sandbox with the agent's files, after its processes have ended."""
         assert self._folder is not None and self._shell is not None
         folder = self._folder
         self._shell.close()

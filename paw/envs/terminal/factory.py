@@ -134,7 +134,7 @@ def _task_paths(root: Path) -> list[Path]:
 
 
 def _content(task: folders.TaskFolder) -> bytes:
-    """Return what decides how a task plays."""
+    """Return everything that determines how a task plays."""
     digest = hashlib.sha256(repr((task.name, task.instruction, task.check.command)).encode())
     for inside, path in sorted((task.files | task.check.files).items()):
         digest.update(os.fsencode(inside) + path.read_bytes())

@@ -1,7 +1,7 @@
 """Task folders: PaW's own, Harbor's and Terminal-Bench's (docs/terminal.md has the files of each).
 
-A Dockerfile is read, not built: what only names a base, copies files and sets variables can be
-played in bubblewrap. Anything else needs an image, and a container command of the user's.
+A Dockerfile is read but not built. If it only names a base, copies files and sets variables, the
+task can be played in bubblewrap. Otherwise it needs an image and the user's container command.
 """
 
 import json
@@ -20,22 +20,22 @@ from paw.errors import UserError, clean
 
 TESTS = "/tests"
 REWARD = "/logs/verifier/reward.txt"
-"""File to which a check of Harbor's writes its score."""
+"""File to which a Harbor check writes its score."""
 DOWNLOADS = re.compile(
     r"^[^#\n]*\b(apt(-get)? [^\n]*install|pip3? install|uv (pip|add|init|run)|uvx |curl |wget )",
     re.M,
 )
-"""A line of a check that needs the network."""
+"""Matches a line of a check that needs the network."""
 IGNORED = ("FROM", "LABEL", "CMD", "EXPOSE", "MAINTAINER", "USER", "ARG", "STOPSIGNAL", "VOLUME")
 """Instructions of a Dockerfile that change no file."""
 
 
 class Check(NamedTuple):
-    """How it is found out whether a task is solved."""
+    """How a task is checked."""
 
     command: str
     files: dict[str, Path]
-    """Files that are not there before the check: path in the sandbox -> file of this machine."""
+    """Files to add before the check: path in the sandbox -> file of this machine."""
     reward_file: str = ""
     """File with the score. "" if the command's exit status says whether the task is solved."""
     seconds: float | None = None
@@ -58,7 +58,7 @@ class TaskFolder(NamedTuple):
     image: str
     """What {image} of a container command stands for."""
     unplayable: str
-    """Why it cannot be played without an image of its own, or ""."""
+    """Why it cannot be played without its own image, or ""."""
 
     @property
     def size(self) -> int:
@@ -182,7 +182,7 @@ def _terminal_bench(path: Path) -> TaskFolder:
 
 
 class _Dockerfile:
-    """What a Dockerfile does, as far as it can be done without building it."""
+    """The effects of a Dockerfile, as far as it need not be built."""
 
     def __init__(self, context: Path) -> None:
         self.workdir = "/app"
@@ -201,7 +201,7 @@ class _Dockerfile:
                 break
 
     def _apply(self, name: str, rest: str) -> bool:
-        """Take over one instruction. Returns False if it cannot be taken over."""
+        """Apply one instruction. Returns False if that needs a build."""
         if name in IGNORED:
             return True
         if name == "WORKDIR":
@@ -255,7 +255,7 @@ class _Dockerfile:
 
     @staticmethod
     def _is_free(inside: str) -> bool:
-        """Whether a sandbox can have a folder of the task's there."""
+        """Whether a sandbox can have a folder of the task at this path."""
         parts = PurePosixPath(inside).parts
         return len(parts) > 1 and parts[1] not in RESERVED and ".." not in parts
 

@@ -1,7 +1,7 @@
 """Generated tasks: a few short files, and something to find, count, edit or repair.
 
-A task's content decides in which split it may appear, so training, warm-up and evaluation share no
-task whatever their seeds.
+A task's content decides which split it may appear in. So training, warm-up and evaluation share no
+tasks, whatever their seeds.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from paw.envs.terminal.settings import TaskKind
 WORDS = ("red", "blue", "green", "gold")
 FILES = ("a", "b", "c")
 ANSWER = "out"
-"""File for the answer of a question."""
+"""File for the answer to a question."""
 CHECK = "check"
 LENGTHS = (3, 6)
-"""Least and most lines of a file."""
+"""Minimum and maximum number of lines of a file."""
 SHARES = {"warmup": range(3), "train": range(3, 8), "test": range(8, 10)}
 """Split -> the tenths of all tasks that belong to it."""
 EXIT = "exit"
@@ -30,7 +30,7 @@ fi
 echo fine
 """
 Words = tuple[str, str]
-"""What a task is about: a word, and what it becomes, or any other."""
+"""The words of a task: a word, and its replacement or any other word."""
 
 
 class GeneratedTask(NamedTuple):
@@ -39,15 +39,15 @@ class GeneratedTask(NamedTuple):
     files: dict[str, str]
     """Content of each file at the start."""
     wanted: dict[str, str]
-    """Content that each file has to have at the end."""
+    """Required content of each file at the end."""
     question: str
-    """The command that shows what has to be done. "" if the instruction says it."""
+    """The command that shows what has to be done; "" if the instruction says it."""
     change: str
-    """The command that does it."""
+    """The command that solves the task."""
     file: str
-    """The file it is about. "" if that is the question."""
+    """The file that the task is about; "" if finding the file is the task."""
     words: Words
-    """The words it is about."""
+    """The words that the task is about."""
 
 
 def generate(split: str, seed: int, i: int, kinds: list[TaskKind]) -> GeneratedTask:
@@ -122,7 +122,7 @@ def _edit(rng: random.Random, words: Words, file: str) -> GeneratedTask:
 
 
 def _fix(rng: random.Random, words: Words, file: str) -> GeneratedTask:
-    """Return a task as `_edit` makes it, but a script has to say what is wrong."""
+    """Return a task like those of `_edit`, except that only a script says what is wrong."""
     edit = _edit(rng, words, file)
     wrong, right = words
     script = CHECK_SCRIPT.format(file=file, wrong=wrong, right=right)
@@ -148,14 +148,14 @@ def _files(lines: Mapping[str, list[str]]) -> dict[str, str]:
     return {name: "".join(f"{word}\n" for word in words) for name, words in lines.items()}
 
 
-# ---- the oracle, and what chance may play
+# ---- the oracle, and commands for random play
 
 
 def next_command(task: GeneratedTask, *, solved: bool, last: str, output: str) -> str:
     """Return a good command.
 
     `solved` says whether the files are as they should be, `last` is the last command and `output`
-    what it printed. The oracle asks before it answers, as it must be possible to imitate it.
+    is its output. The oracle looks before it answers, so that a model can learn to imitate it.
     """
     if task.kind == "fix":
         if last != task.question:

@@ -1,4 +1,4 @@
-"""What an agent reads, and how its response becomes a command."""
+"""Makes the text that the agent reads, and parses the command in its response."""
 
 import re
 
@@ -25,13 +25,13 @@ IN_TAGS = re.compile("<action>(.*?)</action>", re.I | re.S)
 START = "[a new shell]"
 """The first observation."""
 COMPACT_LINES = 8
-"""Lines of output in a short prompt: of a longer one the first."""
+"""Maximum lines of output in a short prompt. Only the first ones are shown."""
 
 
 class PaperStyle(TaggedStyle):
-    """The paper's prompt for other environments, in words for a terminal.
+    """The paper's prompt for other environments, adapted to a terminal.
 
-    Unlike there, the letter case of an action matters.
+    Here the letter case of an action matters.
     """
 
     def prompt(self, task: str, past: Past, observation: str) -> str:
@@ -69,7 +69,7 @@ class CompactStyle:
         return "\n".join(lines)
 
     def parse_command(self, response: str) -> tuple[str, bool]:
-        """Return (the whole response, whether it is one)."""
+        """Return (the whole response, whether it is a command)."""
         command = response.strip()
         return command, command != ""
 
@@ -82,10 +82,10 @@ Style = PaperStyle | CompactStyle
 
 
 def shown(result: Result, limit: int) -> str:
-    """Return a command's output as text, and in brackets what a screen would not show.
+    """Return a command's output as text, with remarks in brackets, such as its exit status.
 
-    Bytes that are not UTF-8 become question marks of Unicode. Of more than `limit` characters, the
-    beginning and the end are kept.
+    Bytes that are not UTF-8 become Unicode's replacement characters. If there are more than `limit`
+    characters, the middle is left out.
     """
     text = result.output.decode("utf-8", "replace").rstrip("\n")
     if len(text) > limit:

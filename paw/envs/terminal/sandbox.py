@@ -1,8 +1,8 @@
 """A shell in a sandbox: bubblewrap's namespaces, or a container that the user's command starts.
 
-Nothing of the machine can be seen except its programs, which are read-only. There is no network, no
-variable of this process, and no capability. The kernel limits each process; what all of them hold
-together is looked at every TICK_S while a command runs.
+Commands can see only the machine's programs, which are read-only. They have no network, no
+capabilities and none of this process's variables. The kernel limits each process. Their total use
+of memory and disk is checked every TICK_S while a command runs.
 """
 
 import errno
@@ -28,17 +28,17 @@ from paw.errors import EnvironmentFailure, UserError, clean
 DRIVER = Path(__file__).with_name("driver.sh").read_text(encoding="utf-8")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-"""Folders of programs beside /usr. On most systems they are links into it."""
+"""Folders of programs outside /usr. On most systems they are links into it."""
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
-"""Files outside /usr without which programs do not start or run differently."""
+"""Files outside /usr that programs need in order to start and run as usual."""
 TASK_FOLDER = "/task"
-"""Where commands begin, with the files of a generated task or of one of our own format."""
+"""The folder in which commands begin. It has the files of generated tasks and our own format."""
 RESERVED = ("usr", *SYSTEM_FOLDERS, "etc", "dev", "proc", "sys", "run")
-"""Top-level folders that a sandbox has of its own. No task can have files there."""
+"""The sandbox's own top-level folders. No task can have files there."""
 NOBODY = 65534
-"""User and group of the commands if this process is root's: nothing of value belongs to them."""
+"""User and group of the commands if this process runs as root. They own nothing of value."""
 TICK_S = 0.05
-"""Seconds between two looks at what a running command holds."""
+"""Seconds between two checks of a running command's memory and files."""
 OUTPUT_MAX = 1 << 20
 """Bytes of output after which a command is stopped."""
 OPEN_FILES = 256
@@ -48,7 +48,7 @@ FILES_MAX = 20_000
 DEPTH_MAX = 100
 """Maximum number of folders in one another. Of a deeper one, the path may be too long to use."""
 DEATH_S = 10.0
-"""Seconds in which killed processes have to be gone."""
+"""Seconds that killed processes have to end."""
 FIX = (
     "install bubblewrap (apt-get install bubblewrap), or name a container command: --env.container "
     '"docker run --rm -i --network none -v {folder}:/task -w /task IMAGE" (docs/terminal.md)'
@@ -96,14 +96,14 @@ class Folder:
         return self.root / inside.lstrip("/")
 
     def write(self, inside: str, content: bytes, *, executable: bool = False) -> None:
-        """Create a file, and the folders that it is in."""
+        """Create a file and its parent folders."""
         path = self.path(inside)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         path.chmod(0o755 if executable else 0o644)
 
     def hand_over(self) -> None:
-        """Give everything to the user that the commands run as."""
+        """Make the user that commands run as the owner of everything."""
         if os.geteuid() == 0:
             for folder, _, names in os.walk(self.root):  # does not follow links
                 os.chown(folder, NOBODY, NOBODY, follow_symlinks=False)
@@ -111,21 +111,21 @@ class Folder:
                     os.chown(Path(folder, name), NOBODY, NOBODY, follow_symlinks=False)
 
     def clear(self) -> None:
-        """Delete everything except the folders at the top, whatever was done to it."""
+        """Delete everything except the top-level folders, whatever its permissions."""
         self.unlock()
         for top in self.root.iterdir():
             for entry in list(os.scandir(top)):
                 remove(Path(entry.path))
 
     def unlock(self) -> None:
-        """Give the folders at the top the permissions that they had. A shell starts in one."""
+        """Restore the permissions of the top-level folders, one of which a shell starts in."""
         for top in self.root.iterdir():
             top.chmod(0o755)
 
     def read(self, inside: str, limit: int = 1 << 16) -> bytes | None:
-        """Return the first `limit` bytes of a file. None if there is no regular file.
+        """Return the first `limit` bytes of a file; None if there is no regular file.
 
-        No link is followed, as it would lead out of the sandbox, and no pipe is waited for.
+        Does not follow links, which may lead out of the sandbox, and does not wait for pipes.
         """
         *folders, name = inside.strip("/").split("/")
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -168,7 +168,7 @@ class Folder:
 
 @contextmanager
 def temporary_folder() -> Iterator[Folder]:
-    """Make a folder for a sandbox, and delete it in the end."""
+    """Make a folder for a sandbox, and delete it at the end."""
     folder = new_folder()
     try:
         yield folder
@@ -215,8 +215,8 @@ def remove(path: Path) -> None:
 class Shell:
     """A process that runs commands, one after the other, in a sandbox.
 
-    `start` is the command line that gets a bash into the sandbox: what follows it are bash's
-    arguments. It starts with the first command, and again after a command that had to be stopped.
+    `start` is the command line that starts bash in the sandbox; bash's arguments are appended. Bash
+    starts with the first command, and again after a command that had to be stopped.
     """
 
     def __init__(
@@ -231,21 +231,21 @@ class Shell:
     ) -> None:
         self.limits = limits
         self._folder = folder
-        """The files to watch. None if a container holds them."""
+        """The files to watch; None if they are in a container."""
         self._is_alone = folder is not None
-        """Whether the shell is the first process of a PID namespace of its own."""
+        """Whether the shell is the first process of its own PID namespace."""
         ulimits = limits.ulimits() if self._is_alone else []
         mode = "alone" if self._is_alone else "shared"
         self._command = [*start, "-c", DRIVER, "bash", mode, state, workdir, *ulimits]
         self._stop = list(stop)
-        """A command that ends what a killed client leaves behind."""
+        """A command that ends what a killed client leaves running."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, command: str, seconds: float, *, new: bool = False) -> Result:
-        """Run a command for at most `seconds`. It is stopped at a limit, and so is the shell.
+        """Run a command for at most `seconds`. If it exceeds a limit, it and the shell are stopped.
 
         With `new`, the variables and the folder of earlier commands are forgotten first. Raises
-        EnvironmentFailure if the sandbox does not start, or ended by itself.
+        EnvironmentFailure if the sandbox does not start or has ended by itself.
         """
         process = self._process or self._start()
         self._process = process
@@ -361,7 +361,7 @@ class Shell:
 
 @functools.cache
 def _spawner() -> ThreadPoolExecutor:
-    """Return the thread that starts all sandboxes. The kernel ends them when it ends."""
+    """Return the thread that starts all sandboxes. The kernel ends them when the thread ends."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="terminal")
 
 
@@ -383,7 +383,7 @@ def memory_of(pid: int) -> int:
 
 
 def _await_end(descriptor: int) -> None:
-    """Wait until nothing can write to a pipe any more: until all processes that could are gone."""
+    """Wait until all processes that could write to a pipe have ended."""
     deadline = time.monotonic() + DEATH_S
     while (seconds_left := deadline - time.monotonic()) > 0:
         readable, _, _ = select.select([descriptor], [], [], seconds_left)
@@ -403,8 +403,8 @@ def bubblewrap(
 ) -> list[str]:
     """Return the command line that starts a bash in bubblewrap's namespaces.
 
-    The folders at the top of `folder` are the only ones that can be written to. `readable` are
-    further folders of this machine, whose bin/ comes first in PATH.
+    Only the top-level folders of `folder` can be written to. `readable` are further folders of this
+    machine, whose bin/ comes first in PATH.
     """
     binary = shutil.which("bwrap")
     if binary is None:
@@ -472,7 +472,7 @@ def problem() -> str:
 
 @functools.cache
 def _problem(binary: str) -> str:
-    del binary  # a key of the cache: another one may have been installed
+    del binary  # only a cache key, because another binary may have been installed
     limits = Limits(memory_mib=256, processes=16, disk_mib=1)
     with temporary_folder() as folder:
         folder.path(TASK_FOLDER).mkdir()

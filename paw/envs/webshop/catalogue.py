@@ -32,7 +32,7 @@ ITEMS, ENTRIES, HUMAN = generator.FILES
 CHUNK = 1 << 20
 """Number of characters read at a time."""
 LARGEST = 1 << 24
-"""Maximum number of characters of a product. If there are more, the JSON is broken."""
+"""Maximum number of characters of a product. If one has more, the JSON is broken."""
 LIMITS = [10.0 * i for i in range(1, 100)]
 """Price limits, US dollars.
 
@@ -187,7 +187,7 @@ def _stock(
     item_source: str,
     entry_source: str,
 ) -> Catalogue:
-    """Make the catalogue of the files' contents. `written` is None if goals are synthetic."""
+    """Make the catalogue from the files' contents. `written` is None if goals are synthetic."""
     nouns = choose_nouns(nouns)
     rng = random.Random(SEED)
     products = list(_clean(items, entries, rng, item_source, entry_source))

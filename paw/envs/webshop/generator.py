@@ -1,4 +1,4 @@
-"""Generates a shop from a seed, in the schema of WebShop's three files. shop.toml has the wares.
+"""Generates a shop from a seed, in the schema of WebShop's three files. shop.toml has the goods.
 
 Products come in families with almost the same title. Each variant lacks one thing that a buyer of
 the first product may want, so search results must be read. A goal's own product always fits it.
@@ -18,7 +18,7 @@ SHOP: dict[str, Any] = tomllib.loads(
 OPTIONS = {key: (name, values.split(", ")) for key, (name, values) in SHOP["options"].items()}
 FILES = ("items_shuffle_1000.json", "items_ins_v2_1000.json", "items_human_ins.json")
 DEARER = (50.0, 90.0)
-"""Range of a variant's surcharge. It exceeds any price limit of its family's first product."""
+"""Range of a variant's surcharge, which exceeds any price limit of its family's first product."""
 
 
 class Ware(NamedTuple):
@@ -202,7 +202,7 @@ def _customization(
 
 
 def _human(rng: random.Random, product: dict[str, Any]) -> dict[str, Any]:
-    """Make what a person might have written for a product, and what they meant."""
+    """Make an instruction that a person might have written for a product, with its meaning."""
     adjectives = product["adjectives"]
     options = {}
     for name, values in product["options"].items():

@@ -1,4 +1,4 @@
-"""What a customer reads, and how the response becomes an action.
+"""Makes the text that the agent reads as a customer, and parses its response.
 
 `PaperStyle` is Figure 8 of the paper, character for character as the reference code (verl-agent)
 sends it, including the blanks at line ends and the non-breaking hyphen of "e-commerce".

@@ -8,11 +8,11 @@ Two texts match if their token set ratio, rounded, is above 85. A chosen option 
 base colour. So is a wanted option if a person wrote the goal. A synthetic goal's wanted option is
 compared as name and value together, such as "size large", unless the value is exactly a base
 colour. The reference passes the pair, and scores must be comparable. So a value such as "standard",
-which counts as "tan" once chosen, meets no synthetic goal, neither there nor here.
+which counts as "tan" once chosen, meets no synthetic goal in either code.
 
 There is one difference. Nouns come from spaCy's tagger, as in the reference, only if its model is
-installed. Titles are capitalised, so the tagger takes most adjectives for names, and excludes
-numbers and function words. The filter used without spaCy excludes the same.
+installed. Titles are capitalised, so the tagger takes most adjectives for names, and it excludes
+numbers and function words. The filter that is used without spaCy excludes the same words.
 """
 
 import functools
@@ -76,7 +76,7 @@ class Goal:
     """What a session must buy."""
 
     product: Product
-    """The product from which the goal was made. Another one that fits is as good."""
+    """The product from which the goal was made. Any other product that fits is as good."""
     instruction: str
     """Text as the session shows it, with the price limit if there is one."""
     attributes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The trainer's side of one process of env.processes: its requests, its answers and its end.
+"""The trainer's side of one process of env.processes: requests, answers and how it ends.
 
 Requests are pickles, because a task's payload may be any Python object. Answers are plain data, one
 JSON object per line, and are checked here. The process runs `paw.rollouts.env_process`.
@@ -238,7 +238,7 @@ class Worker:
             )
 
     def _listen(self, process: subprocess.Popen[bytes]) -> str:
-        """Pass on its answers until it ends, is late or sends nonsense. Returns the reason."""
+        """Pass on its answers until it ends, is late or sends garbage. Returns the reason."""
         received = bytearray()
         last_check = time.monotonic()
         readable = select.poll()
@@ -304,7 +304,7 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:
-    """Say how a process ended that is gone or has closed its connection."""
+    """Say how a process that has ended or closed its connection did so."""
     deadline = time.monotonic() + CLOSE_S
     while not _has_ended(process):
         if time.monotonic() > deadline:

@@ -152,7 +152,7 @@ class Worker:
 
 
 def _ending(child: subprocess.Popen) -> str:
-    """Say how a child ended that closed its output."""
+    """Say how a child that has closed its output ended."""
     try:
         exit_code = child.wait(timeout=5)
     except subprocess.TimeoutExpired:

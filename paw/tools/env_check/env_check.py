@@ -166,7 +166,7 @@ def task_ids(subject: Subject) -> str:
     for task in itertools.chain(evaluated, *learnt.values()):
         if means_all_kinds(task.kind):
             raise Broken(
-                f"{task.id!r} is of the kind {task.kind!r}, which reports call all kinds together; "
+                f"{task.id!r} is of the kind {task.kind!r}, a name that reports use for all kinds; "
                 "rename it"
             )
     for name, learnt_tasks in learnt.items():

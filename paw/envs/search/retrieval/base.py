@@ -15,7 +15,7 @@ class Hit(NamedTuple):
     id: str
     contents: str
     score: float
-    """The higher the better. What it measures depends on the retriever."""
+    """Higher is better. The scale depends on the retriever."""
 
 
 class Retriever(Protocol):

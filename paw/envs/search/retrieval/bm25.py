@@ -1,7 +1,7 @@
 """BM25 as Lucene scores it, using the library bm25s: k1 = 0.9, b = 0.4, Porter's stemmer and
 Lucene's English stop words.
 
-The index holds a score for each pair of word and document, so a query just adds up a few rows.
+The index has a score for each pair of word and document, so a query only adds up a few rows.
 """
 
 import re

@@ -1,7 +1,7 @@
 """A corpus: JSON lines {"id", "contents": "\"Title\"\ntext"}, read from the file one by one.
 
-All lines are checked when the file is opened for the first time. The cache keeps the offsets of the
-lines, so 14 GB open without delay afterwards.
+All lines are checked when the file is first opened. The cache keeps the offsets of the lines, so a
+file of 14 GB then opens without delay.
 """
 
 import os

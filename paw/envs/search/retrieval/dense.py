@@ -27,7 +27,7 @@ TOKENS = 256
 CHUNK = 1024
 """Number of documents that are encoded and written in one step."""
 SAME = 0.99
-"""Least cosine between a document's vector and its vector on disk.
+"""Minimum cosine between a document's vector and its vector on disk.
 
 Vectors of different texts have cosines of 0.7 to 0.95 under E5.
 """

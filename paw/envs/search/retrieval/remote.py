@@ -16,12 +16,12 @@ from paw.io.http import BadAnswer, BlockingHttpClient
 TRIES = 3
 """Number of tries for the first request, and for any request that is answered with status 500."""
 PATIENT_TRIES = 10
-"""Number of tries for later requests while the server is away. It is enough to outlast a restart of
-two minutes."""
+"""Number of tries for later requests while the server is unavailable. It outlasts a restart of two
+minutes."""
 PAUSE_S = 0.5
 """Pause before the second try. It doubles with each try, up to 60 times as long."""
 AWAY = (502, 503, 504)
-"""Status codes of a server that is away or busy."""
+"""Status codes of a server that is unavailable or busy."""
 
 
 class Item(BaseModel):
@@ -63,7 +63,7 @@ class RemoteRetriever:
         self._timeout_s = timeout_s
         self._tries = TRIES
         self._client = BlockingHttpClient(f"env.retriever = '{url}'", timeout_s=timeout_s)
-        self.search(["retriever"], 1)  # a mistake in the URL is reported now
+        self.search(["retriever"], 1)  # so that a mistake in the URL is reported now
         self._tries = PATIENT_TRIES
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
