@@ -1,7 +1,7 @@
-"""`paw data`: where to get an environment's files, what a folder of them has, and generated files.
+"""`paw data`: says where to get an environment's files and what a folder has, or generates files.
 
-The user downloads the files of WebShop and search QA. ALFWorld's come through its package's own
-download command. `paw data smollm2` makes a small pretrained model to try things with.
+The user downloads the files of WebShop and search QA. ALFWorld's package has its own download
+command. `paw data smollm2` makes a small pretrained model to try things with.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`paw export`: a checkpoint of a run in Hugging Face format, which may be sent to the hub."""
+"""`paw export`: writes a run's checkpoint in Hugging Face format, and can push it to the hub."""
 
 import argparse
 from functools import partial
@@ -35,7 +35,7 @@ def export(
         checkpoint: its name, such as "step_000050". Default: the newest that verifies.
         out: folder to write. Default: `hf` in the run's directory.
         push: also send it to the Hugging Face hub under this USER/NAME, as a private model.
-        public: with `push`: if the model is new there, everybody can see it.
+        public: with `push`, make the model public if it is new there.
 
     Raises UserError if `run` is not a run's directory, or the checkpoint is missing or damaged.
     """

@@ -47,7 +47,8 @@ from paw.types import Group
 STAGES = ("score", "update", "sync")
 """The phases after the rollout."""
 ENOUGH = 6
-"""Fewest repeats for a 95 % interval of the median. The range of n covers it with 1 - 2^(1 - n)."""
+"""Minimum repeats for a 95 % interval of the median. The range of n covers it with 1 - 2^(1 - n).
+"""
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -213,7 +214,7 @@ def one_pass(
 def timed(run: Run, times: dict[str, Record], phase: str) -> Iterator[None]:
     """Put the seconds of a block into `times[phase]`: wall time, and CPU time of all threads.
 
-    Other programs disturb CPU time less.
+    Other programs affect CPU time less.
     """
     run.phase = phase
     wall_start = time.perf_counter()

@@ -1,10 +1,9 @@
 """`paw view`: serves the report of runs while they go on, to a browser on this machine.
 
 The page is that of `paw report`. It asks for what its runs have written since, and the server reads
-only what was appended. Nothing but four kinds of answers leaves the server: the list of runs, a
-run's page, its new episodes, and one episode. Paths of files never come from a request. A request
-must name this machine as its host, so that a page of another site cannot read the answers (DNS
-rebinding).
+only what was appended. The server sends only four kinds of answers: the list of runs, a run's page,
+its new episodes, and one episode. Paths of files never come from a request. A request must name
+this machine as its host, so that a page of another site cannot read the answers (DNS rebinding).
 """
 
 import argparse
@@ -28,11 +27,11 @@ from paw.tools.report.rundir import Run, RunReader
 MARKS = ("metrics.jsonl", "run.json")
 """Files of which a run's folder has at least one."""
 MAX_RUNS = 500
-"""Most runs in the list, the newest first."""
+"""Maximum number of runs in the list, the newest first."""
 MAX_ROWS = 5_000
-"""Most rows in one answer. The page asks again for the rest."""
+"""Maximum number of rows in one answer. The page asks again for the rest."""
 MAX_PAGES = 16
-"""Most pages that are kept as they were last drawn."""
+"""Maximum number of drawn pages that are kept."""
 TIMEOUT_S = 30
 """Seconds after which a silent connection is closed."""
 
@@ -135,7 +134,7 @@ class Views:
     def changes(self, name: str, *, generation: int, start: int) -> dict[str, Any]:
         """Return the rows of a run's episodes from number `start` on, and the run's version.
 
-        All rows if `generation` is not that of the rows, which changes when a run is resumed.
+        Returns all rows if `generation` is not theirs. It changes when a run is resumed.
         """
         viewed = self.run(name)
         with viewed.lock:
@@ -262,7 +261,7 @@ class Server(ThreadingHTTPServer):
 
 
 def whole_number(text: str) -> int:
-    """Return a whole number from 0 on; 0 for anything else."""
+    """Return a whole number of at least 0; 0 for anything else."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
 
 

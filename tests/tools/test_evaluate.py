@@ -209,7 +209,7 @@ def test_rows_as_in_the_papers_tables():
         "2.0 turns an episode, valid actions 66.7%; 26 calls, 1300 prompt and 130 completion tokens, $3.25; "
         "20 s of episodes, 9 s by the clock in this run"
     )
-    assert failed == "1 episodes could not be played and count nowhere above"
+    assert failed == "1 episodes could not be played and are not counted above"
     sales = [
         ("toys", True, 1.0),
         ("toys", False, 0.6),

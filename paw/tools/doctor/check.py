@@ -1,4 +1,4 @@
-"""One thing that `paw doctor` has looked at."""
+"""The result of one check of `paw doctor`."""
 
 from typing import Literal, NamedTuple
 
@@ -7,7 +7,7 @@ MARKS = {"ok": "ok", "absent": "-", "missing": "MISSING"}
 
 class Check(NamedTuple):
     state: Literal["ok", "absent", "missing"]
-    """Absent is what only some runs need, missing what all need."""
+    """"absent" if only some runs need it, "missing" if all do."""
     text: str
     """What it is, with its version or what to do about it, in one line."""
 

@@ -52,4 +52,4 @@ def _decoder_layers(device: torch.device) -> str:
     if not wanted:
         return "eager"
     names = ", else ".join(map(str, wanted))
-    return f"{names}, else eager: what passes its trial at the start of a run"
+    return f"{names}, else eager: the first that passes its trial at the start of a run"

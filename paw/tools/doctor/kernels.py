@@ -29,7 +29,7 @@ from paw_kernels._backend import REFUSED, implementation
 from paw_kernels.trial import largest_error, milliseconds
 
 LIMIT_S = 180.0
-"""Most seconds that a case may take, including imports and compilation."""
+"""Maximum seconds of a case, including imports and compilation."""
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTHS = (64, 896, 4096)
 """Hidden sizes D that are checked."""
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def way(self) -> str:
-        """The backend and its tiles: triton 128x256x64, 8 warps, 4 stages, groups of 16, tma."""
+        """The backend and its tiles: "triton 128x256x64, 8 warps, 4 stages, groups of 16, tma"."""
         if self.tiles is None:
             return self.backend
         sizes = "{rows}x{cols}x{depth}, {warps} warps, {stages} stages, groups of {group}".format(
@@ -351,7 +351,7 @@ def attempt(case: Case) -> Answer:
     dtype = getattr(torch, case.dtype)
     n = case.n
     V = case.V
-    if case.timed:  # the check needs no large problem, just the same remainder of V
+    if case.timed:  # for the check a small problem with the same remainder of V is enough
         n, V = checked_size(device)
         V += case.V % 256
     try:

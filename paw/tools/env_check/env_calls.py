@@ -7,13 +7,11 @@ from paw.envs.limited import CannotApply, arguments_problem
 from paw.types import ToolCall
 
 TRIES = 40
-"""How many times arguments are made for a call before giving up."""
+"""Maximum tries to make the arguments of a call."""
 DEPTH = 6
-"""Most levels of nested arguments, because a schema may refer to itself."""
+"""Maximum depth of nested arguments, because a schema may refer to itself."""
 PARTS = 500
-"""Most values in the arguments of a call. Also the most characters of a text, and elements of an
-array.
-"""
+"""Maximum values in the arguments of a call, characters of a text and elements of an array."""
 TEXTS = {
     "date": "2024-05-17",
     "date-time": "2024-05-17T12:30:00Z",
@@ -23,7 +21,7 @@ TEXTS = {
     "uuid": "123e4567-e89b-12d3-a456-426614174000",
     "ipv4": "192.0.2.1",
 }
-"""A text of each `format` of JSON schemas."""
+"""An example for each `format` of JSON schemas."""
 PLAIN_WORDS = ("a", "A1", "word", "two words", "7")
 """Texts for a schema without format and pattern."""
 WORDS = (*PLAIN_WORDS, "2024-05-17", "12:30", "ada@example.com", "https://example.com/a")

@@ -1,6 +1,6 @@
 """`paw env check`: checks whether an environment follows the rules that training relies on.
 
-Episodes of the oracle, of chance and of garbage are played again in circumstances that must not
+Episodes with oracle, random and garbage responses are replayed under conditions that must not
 matter. docs/environments.md describes the rules. Each has a line in the output.
 """
 
@@ -384,7 +384,7 @@ def findings_of(subject: Subject, start: Callable[[str], object]) -> Iterator[Fi
 
 
 class Progress:
-    """Reports on stderr, every TELL_S seconds, how far the check of a rule is."""
+    """Reports the progress of a rule's check on stderr every TELL_S seconds."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject

@@ -48,7 +48,7 @@ class Episode:
     task: Task
     first_observation: str = ""
     looks: list[tuple[Any, str]] = field(default_factory=list)
-    """(context, anchor) before each response; empty if nobody looked."""
+    """(context, anchor) before each response; empty if they were not requested."""
     responses: list[str] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -76,14 +76,14 @@ Player = Callable[[CheckedEnv, int], str | None]
 class Subject:
     """The environment under check.
 
-    `make_factory` makes a factory from nothing, as each start of a run does.
+    `make_factory` makes a new factory, as each start of a run does.
     """
 
     def __init__(self, make_factory: Callable[[], EnvFactory], env: EnvConfig) -> None:
         self.make_factory = make_factory
         self.env = env
         self.steps = 0
-        """Turns that `play` played in `seconds`. They give the environment's speed."""
+        """Turns that `play` played in `seconds`, to compute the environment's speed."""
         self.seconds = 0.0
         self.resets = 0
         """Episodes started so far."""
@@ -100,7 +100,7 @@ class Subject:
 
     @cached_property
     def episodes(self) -> list[Episode]:
-        """Play an episode of each task: with the oracle, chance, garbage, and all three."""
+        """Play an episode of each task with the oracle, random actions, garbage, or all three."""
         players = (by_oracle, by_chance, by_garbage, by_all)
         episodes = []
         for task, player in zip(self.tasks, players, strict=True):
@@ -161,7 +161,7 @@ class Subject:
 
 
 def compare(episode: Episode, replayed: Episode, fix: str) -> None:
-    """Raise Broken, with `fix`, at the first difference. Ignores what only one of them has."""
+    """Raise Broken, with `fix`, at the first difference. Ignores what only one has."""
     pairs: list[tuple[str, Any, Any]] = []
     pairs.append(("reset()", episode.first_observation, replayed.first_observation))
     outcomes = zip(episode.outcomes, replayed.outcomes, strict=False)
@@ -192,7 +192,7 @@ def by_oracle(environment: CheckedEnv, turn: int) -> str:
 
 
 def by_chance(environment: CheckedEnv, turn: int) -> str:
-    """Draw by the turn's number an admissible response, else a tool call, else a text."""
+    """Draw an admissible response, a tool call or a text, using the turn's number as the seed."""
     responses = environment.admissible_responses()
     if not responses and environment.tools and turn % (CALLS + 1) < CALLS:
         for tool in environment.tools:

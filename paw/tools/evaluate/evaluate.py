@@ -38,14 +38,15 @@ from paw.tools.evaluate.played import load_played
 from paw.types import Task, Trajectory
 
 GIVE_UP = 32
-"""After this many failed episodes in a row an evaluation ends. The endpoint seems to be gone."""
+"""Number of failed episodes in a row after which an evaluation ends. The endpoint seems to be down.
+"""
 SETTINGS = ("env.", "agent.", "eval.", "rollout.max_prompt_tokens", "rollout.max_response_tokens")
-"""Prefixes of the keys that decide the outcome.
+"""Prefixes of the keys that affect the outcome.
 
-The address and speed of an endpoint do not decide it. Nor does the place where environments run.
+The address and speed of an endpoint do not affect it. Nor does the place where environments run.
 """
 SIMULATOR = ("env.simulator.model", "env.simulator.noise_start")
-"""The keys of env.simulator that decide the outcome."""
+"""The keys of env.simulator that affect the outcome."""
 GROWS = "eval.games"
 """The key that may change when an evaluation is continued."""
 
@@ -98,8 +99,8 @@ def evaluate(
             `endpoint.url`.
         recipe: what is played and how: a recipe's name or path, or a configuration. Default: the
             run's own.
-        out: folder for the episodes and results of an agent. Default: one in run.dir. The same call
-            again plays what is missing.
+        out: folder for the episodes and results of an agent. Default: one in run.dir. Repeating
+            the call plays what is missing.
         changes: keys of the configuration to change: `{"eval.games": 64, "eval.temperature": 0.0}`.
 
     Returns a dict: "success", its 95 % interval "ci_low" and "ci_high", "valid_actions", "kinds"
@@ -148,7 +149,7 @@ def _play(config: Config, path: str | None, out: str | Path | None) -> Evaluatio
 
 
 def _play_model(config: Config, path: str) -> Evaluation:
-    """Play like the evaluations of a training run. No episode is written."""
+    """Play as the evaluations of a training run do. No episodes are written."""
     from paw.tools.evaluate.player import evaluate_model, evaluation_text
 
     summary = evaluate_model(config, path)
@@ -184,7 +185,7 @@ class _Episodes:
         """Write an episode that has ended. Raises _GivenUp after GIVE_UP failures in a row."""
         label = episode.trajectory.task.env
         line = {
-            "place": 0,  # the first column; `episode_line` has its value
+            "place": 0,  # makes it the first column; `episode_line` has its value
             "agent": self.config.own_agents.get(label, self.config.agent).type,
             "model": self.model,
             "seed": self.config.eval.seed,
@@ -392,7 +393,7 @@ def _interrupting(rollouts: Rollouts) -> Iterator[None]:
 
 
 def _deciding_keys(config: Config) -> dict[str, Any]:
-    """Return the dotted keys of the configuration that decide the outcome, with their values."""
+    """Return the dotted keys of the configuration that affect the outcome, with their values."""
     settings = {}
     for key, value in flatten(config.model_dump(mode="json")).items():
         if key == "env.processes" or not key.startswith(SETTINGS):

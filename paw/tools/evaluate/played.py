@@ -1,4 +1,4 @@
-"""The configuration of a command that plays games, perhaps without a recipe."""
+"""Loads the configuration of a command that plays games, with or without a recipe."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ Overrides = dict[str, Any]
 def load_played(
     recipe: str | Path | Config | None, overrides: Overrides, defaults: Overrides | None = None
 ) -> Config:
-    """Return the configuration of a recipe. Without one, use the recipe <env.name>-grpo if it
-    exists. Of a recipe with several [[envs]], env.name chooses one, by its label.
+    """Return the configuration of a recipe. If none is given, use the recipe <env.name>-grpo if it
+    exists. If the recipe has several [[envs]], env.name chooses one by its label.
 
     `overrides` take precedence over `defaults`. A default is used only if the environment has its
     key. Raises UserError if neither a recipe nor env.name is given.
@@ -51,8 +51,8 @@ def load_played(
 def _with_one_env(recipe_values: Flat, label: str) -> Flat:
     """Return the keys of a recipe with one of its [[envs]] as its only environment.
 
-    An agent or rewards of its own become those of the recipe. Raises UserError if there is no
-    environment with this label.
+    If it has its own agent or rewards, they become those of the recipe. Raises UserError if there
+    is no environment with this label.
     """
     labels = [EnvEntry.label_of(table) for table in recipe_values["envs"]]
     if label not in labels:

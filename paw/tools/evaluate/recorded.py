@@ -1,6 +1,6 @@
-"""Rollouts without playing: from a file of `paw rollout`, or random ones of a recipe's sizes.
+"""Rollouts that need no play: from a file of `paw rollout`, or random ones of a recipe's sizes.
 
-`paw profile` uses both, `paw sft` only the file.
+`paw profile` uses both, and `paw sft` only the file.
 """
 
 import json
@@ -102,7 +102,7 @@ class _RandomTurns:
         return self.rng.integers(self.vocabulary, size=int(np.clip(count, 1, limit))).tolist()
 
     def episode(self) -> list[Turn]:
-        """Draw the turns of an episode. A won one ends anywhere, others at the limit of turns."""
+        """Draw the turns of an episode. A won one may end at any turn, others end at the limit."""
         max_turns = self.config.env.max_turns
         won = bool(self.rng.random() < WON)
         last = int(self.rng.integers(max_turns)) if won else max_turns - 1

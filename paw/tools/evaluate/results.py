@@ -27,9 +27,9 @@ COLUMNS = {
 }
 """ALFWorld's task types in the order of the paper's Table 1, and their headings there."""
 MAX_CHARS = 10_000
-"""Most characters of a line. The environment chooses the kinds of tasks and the games' name."""
+"""Maximum characters of a line, because the environment chooses the names of kinds and games."""
 SPENT = ("calls", "prompt_tokens", "completion_tokens", "cost", "seconds")
-"""Keys for what an episode costs. Sums include failed episodes, which cost money too."""
+"""Keys for the cost of an episode. Sums include failed episodes, which cost money too."""
 
 
 def episode_line(episode: Episode, prices: EndpointConfig, *, attempts: int = 1) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _agent_names(settings: dict[str, Any]) -> str:
 
 
 def _env_of(line: dict[str, Any], labels: Sequence[str]) -> str:
-    """Return the label of an episode's environment, with which its kind begins; "" if it is one."""
+    """Return the label of an episode's environment, which its kind begins with; "" if only one."""
     return line["kind"].partition("/")[0] if labels else ""
 
 
@@ -151,8 +151,8 @@ def _games_of(
 ) -> list[Game]:
     """Return the games of played episodes. The attempts at a game have neighbouring places.
 
-    `labels` are those of several environments. The others than `scored_envs` give no scores, so
-    returns stand for them.
+    `labels` are those of several environments. Environments not in `scored_envs` have no scores, so
+    their returns are used instead.
     """
     lines_by_game: dict[int, list[dict[str, Any]]] = {}
     for line in played:
@@ -206,7 +206,7 @@ def table(summary: dict[str, Any]) -> str:
         )
     if summary["not_played"]:
         lines.append(
-            f"{summary['not_played']} episodes could not be played and count nowhere above"
+            f"{summary['not_played']} episodes could not be played and are not counted above"
         )
     return "\n".join(clean(line, MAX_CHARS) for line in lines) + "\n"
 
@@ -293,7 +293,7 @@ def kind_lines(table: dict[str, dict[str, float]]) -> list[str]:
 
 
 def progress(lines: dict[int, dict[str, Any]], total: int) -> None:
-    """Show an evaluation's progress on stderr. Without a terminal, only after each tenth."""
+    """Show an evaluation's progress on stderr. Without a terminal, only after each 10 %."""
     ended = len(lines)
     won = sum(line["success"] for line in lines.values() if line["failure"] is None)
     text = f"{ended}/{total} episodes, {won} won"

@@ -16,7 +16,7 @@ from paw.tools.experiment.runs import Overrides
 from paw.tools.report.rundir import Run
 
 REACHED = 0.1
-"""A run counts as taken off once its training success exceeds this share (Figure 4)."""
+"""A run has taken off once its training success exceeds this share (Figure 4)."""
 FACTS = ("commit", "paw", "torch", "device")
 """Keys of run.json that are columns of the CSV."""
 

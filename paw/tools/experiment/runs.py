@@ -81,9 +81,9 @@ class Job:
 
     @property
     def finished(self) -> Run | None:
-        """Return the run if it has ended by itself after all its updates, perhaps without a report.
+        """Return the run if it has ended by itself after all its updates, otherwise None.
 
-        Otherwise returns None.
+        Its report may have failed.
         """
         with suppress(UserError):  # not started
             run = load_run(self.directory)
@@ -235,10 +235,10 @@ def _job(options: argparse.Namespace, variant: str, seed: int, overrides: Overri
 
 
 def difference(path: Path, config: Config) -> str:
-    """Return the first key in which a configuration learns differently from that of the file
+    """Return the first key that makes a configuration learn differently from that of the file
     `path`.
 
-    Says this in words, with both values; "" if there is none.
+    Returns text with the key and both values; "" if there is no such key.
     """
     values = masked(flatten(config))
     for key, file_value in masked(flatten(load(path))).items():

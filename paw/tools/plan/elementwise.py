@@ -1,4 +1,4 @@
-"""Bytes that a decoder layer moves between its matrix products, per token: eager and fused.
+"""Bytes per token that a decoder layer, eager or fused, moves between its matrix products.
 
 Loads no torch. `bench/trainer/elementwise.py` counts the eager ones, and a test compares.
 """
@@ -11,7 +11,7 @@ from paw.tools.plan.shapes import Shape
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes a token and layer, read and written, in 16-bit precision."""
+    """Bytes read and written per token and layer, in 16-bit precision."""
 
     forward: float
     backward: float
@@ -20,8 +20,8 @@ class Traffic:
 def eager_traffic(shape: Shape) -> Traffic:
     """Return what an eager layer of transformers moves.
 
-    Counted operation by operation: norms in float32, rotary embedding, silu and product, residual
-    additions, sums of gradients. Matrix products and attention are not included.
+    The operations counted are norms in float32, rotary embedding, silu and product, residual
+    additions, and sums of gradients. Matrix products and attention are not included.
     """
     D = shape.hidden
     heads = shape.queries + shape.keys
@@ -37,10 +37,10 @@ def eager_traffic(shape: Shape) -> Traffic:
 def fused_traffic(shape: Shape) -> Traffic:
     """Return what is left if each group of operations is one kernel.
 
-    A kernel reads its inputs and writes its results once, two bytes an element. Forward: twice a
-    residual addition with the norm after it (two inputs, the sum, the norm), the rotary embedding,
-    the gated product. Backward: the same kernels' gradients (3 more inputs of D: the gradients that
-    the projections after a norm give to its output).
+    A kernel reads its inputs and writes its results once, at two bytes per element. The forward
+    pass has two residual additions with the norm after each (two inputs, the sum, the norm), the
+    rotary embedding and the gated product. The backward pass has the gradients of these kernels
+    (with 3 more inputs of D, which are the gradients of the projections after a norm).
     """
     D = shape.hidden
     heads = shape.queries + shape.keys
@@ -52,7 +52,7 @@ def fused_traffic(shape: Shape) -> Traffic:
 
 
 def saved_traffic(shape: Shape) -> Traffic:
-    """Return what fused layers do not move: the difference of the two."""
+    """Return the traffic that fused layers save, the difference of the two."""
     eager = eager_traffic(shape)
     fused = fused_traffic(shape)
     return Traffic(eager.forward - fused.forward, eager.backward - fused.backward)
@@ -61,7 +61,7 @@ def saved_traffic(shape: Shape) -> Traffic:
 def assumed_layers(config: ModelConfig) -> str:
     """Return how a GPU's decoder layers are assumed to be computed: "eager", or how they are fused.
 
-    With "auto", what is tried first is assumed to pass its trial (`paw.model.fused`).
+    With "auto", the first choice is assumed to pass its trial (`paw.model.fused`).
     """
     if config.compile is True:
         return "compiled"

@@ -119,14 +119,14 @@ def with_adapters(
     try:
         adapted = changed(config, ADAPTERS)
         tried = _with_fallbacks(adapted, shape, machine, steps=FINE, pinned={*pinned, *ADAPTERS})
-    except UserError:  # what is trained takes no adapters
+    except UserError:  # this training does not support adapters
         return []
     best = tried[-1][1]
     return [] if best.reasons() else [(words(best.config, config), best)]
 
 
 def _contradicts(config: Config, change: Change, pinned: Collection[str]) -> bool:
-    """Whether a change gives a pinned key another value."""
+    """Whether a change gives a pinned key a different value."""
     return any(key in pinned and get(config, key) != value for key, value in change.items())
 
 
@@ -305,7 +305,7 @@ def with_sequences(plan: Plan, machine: Machine, *, pinned: Collection[str] = ()
     """
     if SEQUENCES in pinned or get(plan.config, SEQUENCES) in (None, plan.useful_sequences):
         return plan
-    with suppress(UserError):  # servers that already run have a number of their own
+    with suppress(UserError):  # servers that already run have their own number
         config = changed(plan.config, {SEQUENCES: plan.useful_sequences})
         return machine.plan(config, plan.shape)
     return plan
@@ -349,8 +349,8 @@ def changed(config: Config, *changes: Change) -> Config:
 def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: int) -> None:
     """Do `check_fits` for this host, which has `on_host` of `gpus` ranks. Servers use other cards.
 
-    On CPUs (`gpu_gib` is None), weights, gradients and moments must fit. A model that is made on
-    the spot passes, and so does a kind of model that the plan does not know.
+    On CPUs (`gpu_gib` is None), weights, gradients and moments must fit. The quickstart's model
+    passes, and so does a kind of model that the plan does not know.
     """
     if config.model.path == "quickstart":
         return

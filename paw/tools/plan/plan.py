@@ -1,8 +1,8 @@
 """Predicts by arithmetic the memory and the seconds of an update. Loads no torch.
 
-Every constant is published (others' runs, with the source), measured (by us, on a CPU) or assumed.
-SOURCES says which for each component. `bench/trainer/plan_pages.py` compares training times with
-published runs (docs/memory.md).
+Every constant is published (by others, with the source), measured (by us, on a CPU) or assumed.
+SOURCES says which of these for each component. `bench/trainer/plan_pages.py` compares training
+times with published runs (docs/memory.md).
 """
 
 import math
@@ -33,13 +33,13 @@ MFU = 0.40
 Assumed before any comparison.
 """
 STREAMED = 0.73
-"""Share of the memory's bytes/s at which eager layers move what fused ones do not.
+"""Share of the memory's bytes/s at which eager layers move the data that fused ones do not.
 
 torchtitan, Llama-3.1-8B on 128 H100s (llama3_h100_202412, Table 3): 5,605 tokens/s of a GPU without
 torch.compile and 6,514 with it, so 24.9 us a token, for the traffic of `plan.elementwise`.
 """
 REACHED = 0.50
-"""Share of the bytes/s that is reached, of the card's memory and between cards. Assumed."""
+"""Achieved share of the bytes/s of the card's memory and between cards. Assumed."""
 NETWORK = 50e9
 """Bytes/s from a card to other hosts: 400 Gb/s, as in those runs. Assumed to be reached."""
 PCIE = 25e9
@@ -63,7 +63,7 @@ FLOPs for tokens (benchmarks/baselines at 30bf494f).
 REDUCE_S = 20e-6
 """Seconds of an all-reduce among a server's cards, two in each layer. Assumed."""
 MOST_SEQUENCES = 1024
-"""Most sequences that a plan proposes to decode together.
+"""Maximum number of sequences that a plan proposes to decode together.
 
 vLLM's own largest default, on cards of 70 GiB or more (vllm/engine/arg_utils.py).
 """
@@ -73,7 +73,7 @@ HOST_S = 1.6e-6
 Measured (bench/results/host_cpu.csv, host_part_cpu.csv).
 """
 TURN_S = 3.5e-6
-"""Seconds of a core per turn of all ranks, on each rank: its numbers, and the placement of its rows.
+"""Seconds of a core on each rank per turn of all ranks, for its numbers and placing its rows.
 
 Measured as one of 512 ranks (bench/results/exchange_simulated.csv).
 """
@@ -88,7 +88,7 @@ RESPONSE = (0.20, 0.5)
 Assumed.
 """
 OBSERVATION = (9.0, 11.0)
-"""Least length of an observation and exponential mean of the rest, in tokens. Measured."""
+"""Minimum length of an observation, and the mean of the exponential rest, in tokens. Measured."""
 WON = 0.4
 """Share of episodes that end early, anywhere before env.max_turns. Assumed."""
 
@@ -111,7 +111,7 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Play:
-    """What is played for an update."""
+    """The episodes played for an update."""
 
     episodes: int
     """Of all ranks."""
@@ -132,7 +132,7 @@ class Play:
 
     @classmethod
     def of(cls, config: Config) -> "Play":
-        """Return what `paw profile --synthetic` draws, on average."""
+        """Return the averages of what `paw profile --synthetic` draws."""
         limits = config.rollout
         max_turns = config.env.max_turns
         median, sigma = RESPONSE
@@ -229,8 +229,8 @@ class Plan(Memory):
     def useful_sequences(self) -> int:
         """Sequences that an engine should decode together.
 
-        They are as many as its KV cache holds at the average length of a turn, and as there are
-        episodes at a time: those of an update, of the updates ahead with it, or of an evaluation.
+        This is as many as its KV cache holds at the average length of a turn, but at most the
+        episodes in play at a time: those of an update and the updates ahead, or of an evaluation.
         """
         config = self.config
         episodes = self.play.episodes * (1 + config.rollout.ahead)

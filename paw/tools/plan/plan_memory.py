@@ -21,7 +21,7 @@ USABLE = 0.95
 OVERHEAD = 1.5 * GIB
 """Bytes of CUDA's context, library workspaces, and fragmentation of the allocator."""
 ENGINE_ROWS = 8
-"""Sequences of full length that the KV cache should hold at the least."""
+"""Minimum number of sequences of full length that the KV cache should hold."""
 HOST_PROCESS = 6.0 * GIB
 """Bytes of one trainer process with torch, CUDA and vLLM loaded."""
 PINNED = 2.0
@@ -294,7 +294,7 @@ class Memory:
         # the MLP.
         one_layer = saved * ((mode != "none") + offloaded) + 2 * c * s.active * s.intermediate * T
         last_norm = (4 + 2 * c) * s.hidden * T
-        # Copies outlive a layer's forward pass if nothing is computed again.
+        # Copies outlive a layer's forward pass if nothing is recomputed.
         lasting_copies = s.layers * self.copy if mode == "none" else 0
         copies = max(lasting_copies, self.copy)
 

@@ -1,4 +1,4 @@
-"""`paw plan`: shows what `fit` finds as lines, tables, JSON or a recipe. Also for use in Python."""
+"""`paw plan`: shows the result of `fit` as lines, tables, JSON or a recipe. Also for Python."""
 
 import argparse
 import json
@@ -164,10 +164,9 @@ def _quicker_ahead(search: Search, pinned: Collection[str]) -> list[Plan]:
 
 
 def _offer_adapters(search: Search, pinned: Collection[str]) -> str:
-    """Return options that would fit with adapters, if nothing else does. Pinned keys stay as they
-    are.
+    """Return options with adapters that would fit if nothing else does; "" otherwise.
 
-    Otherwise returns "".
+    Pinned keys stay as they are.
     """
     if not search.best.reasons() or "lora.rank" in pinned:
         return ""

@@ -1,6 +1,6 @@
-"""`paw play`: a game at the terminal, or line by line for a program.
+"""`paw play`: plays a game at the terminal, or line by line for a program.
 
-With `--json` every line read is one action, and every line written is one object. The first object
+With `--json`, every input line is one action, and every output line is one object. The first object
 describes the start of the game.
 """
 
@@ -22,7 +22,7 @@ from paw.tools.evaluate.played import load_played
 from paw.types import Outcome, Task
 
 MAX_SHOWN = 100_000
-"""Most characters of a text that are shown."""
+"""Maximum number of characters of a text that are shown."""
 HELP = "Type an action or its number; 'prompt' shows what the agent reads, 'quit' leaves."
 
 

@@ -39,11 +39,11 @@ from paw.tools.evaluate.turns import write_turns
 from paw.types import Group, Task, Trajectory
 
 RECIPE = "own-agent"
-"""The recipe of a model without one."""
+"""The recipe for a model that has none."""
 NAME = re.compile(r"[\w.-]{1,100}")
-"""What a session may be called."""
+"""Pattern of a session's name."""
 MAX_OPEN = 10_000
-"""Most sessions that may be open at once: each is kept until it has a reward."""
+"""Maximum number of open sessions, each of which is kept until it has a reward."""
 
 
 class BatchInterrupted(BaseException):
@@ -51,7 +51,7 @@ class BatchInterrupted(BaseException):
 
 
 class SessionsFactory(EnvFactory):
-    """The environment of sessions: none."""
+    """Stands for the environment of sessions, which have none."""
 
     name = "gateway"
     reward_max = 1.0
@@ -78,8 +78,8 @@ class OpenSession:
 class Recorder:
     """The agent of one endless episode, beside which all sessions are played.
 
-    `make_model` makes the model of a session, `name` is what the model is called, and `file` gets
-    the sessions that have ended.
+    `make_model` makes the model of a session, `name` is the model's name, and `file` gets the
+    sessions that have ended.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Recorder:
                 self._end(name, reward=0.0)
 
     def _open(self, name: str) -> Complete:
-        """Return what answers requests of the session of that name, opened if it is new."""
+        """Return the function that answers a session's requests. Opens the session if it is new."""
         name = name or "default"
         if not NAME.fullmatch(name):
             raise RequestError(
@@ -237,7 +237,7 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _without_agent(config: Config) -> Config:
-    """Return a configuration without agents and rewards: whoever asks is the agent, and says it."""
+    """Return a configuration without agents and rewards, which come from the client."""
     plain = {
         "agent": AgentConfig(type="plain"),
         "reward": RewardConfig(),

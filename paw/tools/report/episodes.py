@@ -20,19 +20,19 @@ from paw.tools.report.lines import LineFile
 FILES = {"evaluation": "samples.jsonl", "training": "episodes.jsonl"}
 """The file of each kind of play."""
 PAGE_BYTES = 4_000_000
-"""About the most bytes of episodes in a report. Others are left out, evenly over the updates."""
+"""Approximate maximum bytes of episodes in a report. Others are left out, evenly over updates."""
 EPISODE_CHARS = 100_000
-"""Most characters of an episode's texts. This keeps the page small."""
+"""Maximum characters of an episode's texts. This keeps the page small."""
 TEXT_CHARS = 4_000
-"""Most characters of one text."""
+"""Maximum characters of one text."""
 ROW_CHARS = 400
-"""Most characters of a row's actions, in which the table searches."""
+"""Maximum characters of a row's actions, in which the table searches."""
 NAME_CHARS = 300
-"""Most characters of a task's name, or of its kind."""
+"""Maximum characters of a task's name, or of its kind."""
 MAX_TOKENS = 2_048
-"""Most tokens of a response."""
+"""Maximum tokens of a response."""
 SHADED_TOKENS = 600
-"""Most shaded tokens per observation."""
+"""Maximum shaded tokens per observation."""
 
 Row = dict[str, Any]
 Detail = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Reads a file of lines as far as it is written, and later only what was appended."""
+"""Reads a file of lines as far as it has been written, and later only what was appended."""
 
 import os
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 LINE_BYTES = 32 << 20
-"""A file is read up to a line that is longer. No run writes one."""
+"""Maximum length of a line. A file is read up to a longer one, which no run writes."""
 
 
 @dataclass
@@ -19,7 +19,7 @@ class LineFile:
     identity: tuple[int, int] = (0, 0)
     """Device and number of the file that was read."""
     last_line: bytes = b""
-    """The line before the offset. If it is not there any more, the file was rewritten."""
+    """The line before the offset. If it is no longer there, the file was rewritten."""
     incomplete_line: bytes = b""
     """What follows: a line that is being written, or that a crash has cut off."""
 

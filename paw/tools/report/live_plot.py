@@ -1,4 +1,4 @@
-"""Metrics drawn while runs train, in the cell of a notebook that trains them."""
+"""Draws metrics while runs train, in the notebook cell that trains them."""
 
 import io
 import sys
@@ -18,14 +18,14 @@ PANEL = (3.7, 2.6)
 """Width and height of a metric's axes, inches."""
 DPI = 110
 REDRAW_S = 1.0
-"""Least seconds between two drawings, which take some hundredths of one."""
+"""Minimum seconds between two drawings, each of which takes a few hundredths of a second."""
 
 
 class LivePlot:
-    """A callback that draws metrics, each in axes of its own, as runs go on.
+    """A callback that draws metrics while runs train, each in its own axes.
 
-    One object may be a callback of several runs, in turn: each has its curve. In a notebook the
-    drawing is in the output of the cell that trains. Elsewhere, `save` writes it.
+    One object may be a callback of several runs in turn, and each run gets its own curve. In a
+    notebook the drawing is in the output of the cell that trains. Elsewhere, `save` writes it.
     """
 
     def __init__(self, *metrics: str) -> None:

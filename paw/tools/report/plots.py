@@ -265,7 +265,7 @@ def _draw_metric(
 
 @styled
 def panels(runs: Sequence[Run], keys: Sequence[str], size: Size) -> Figure:
-    """Draw each metric in axes of its own, side by side; `size` is that of one.
+    """Draw each metric in its own axes, side by side. `size` is that of one.
 
     Metrics that no run has yet leave their axes empty.
     """

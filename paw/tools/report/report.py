@@ -33,7 +33,7 @@ from paw.tools.report.rundir import Run, load_run
 TAIL = 10
 """Number of updates averaged for the first and last columns of the table."""
 TEXT_CHARS = 4_000
-"""Most characters of one text."""
+"""Maximum characters of one text."""
 FOLDER = Path(__file__).parent
 """The template, styles and scripts of the page."""
 
@@ -96,9 +96,9 @@ class Live:
     """What a page that `paw view` serves needs to follow its runs."""
 
     urls: Sequence[str]
-    """Where the page asks for each run's changes and episodes."""
+    """The path at which the page asks for each run's changes and episodes."""
     versions: Sequence[str]
-    """What each run's metrics were when the page was made."""
+    """The version of each run's metrics when the page was made."""
 
 
 def render(

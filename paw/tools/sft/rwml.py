@@ -1,8 +1,8 @@
 """`paw rwml`: the steps of RWML (arXiv 2602.05842) that come before RL on next states.
 
-That RL is `paw train` with a next-state recipe. Held-out triplets (envs/next_state.py) are neither
-used for fine-tuning nor filtered. The filter drops the triplets that its copy of the model was
-fine-tuned on, because it cannot tell how easy those are.
+RL on next states is `paw train` with a next-state recipe. Held-out triplets (envs/next_state.py)
+are neither used for fine-tuning nor filtered. The filter drops the triplets that its copy of the
+model was fine-tuned on, because it cannot tell how easy they are.
 """
 
 import argparse

@@ -247,7 +247,7 @@ def sft(
         model: the model to train: its folder, a Hugging Face name or a run's directory.
         recipe: environment, sizes and optimizer: a recipe's name or path, or a configuration.
             Default: the run's own.
-        out: folder to write, in Hugging Face format. After a stop the same call resumes from there.
+        out: folder to write, in Hugging Face format. After a stop, repeating the call resumes.
         rollouts: episodes written by `paw.rollout` or `paw rollout`, instead of expert play.
         changes: keys of the configuration to change: `{"sft.turns": 256, "sft.lr": 1e-4}`.
 

@@ -29,7 +29,7 @@ LINE = {metric.name: metric.progress for metric in METRICS if metric.progress}
 TROUBLE = {metric.name: metric.trouble for metric in METRICS if metric.trouble}
 """Formats of metrics that the line shows unless they are 0."""
 MAX_EPISODES = 3
-"""Most episodes per evaluation that become samples."""
+"""Maximum number of episodes per evaluation that become samples."""
 MAX_TURNS = 20
 """Number of turns of an episode in a sample."""
 

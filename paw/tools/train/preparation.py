@@ -1,4 +1,4 @@
-"""What the tools give a run before it loads a model: the start model and the memory plan."""
+"""Prepares a run before it loads a model: finds the start model and checks the memory plan."""
 
 import os
 from collections.abc import Callable

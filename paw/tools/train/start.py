@@ -55,10 +55,10 @@ def _explain(config: Config, name: str) -> None:
 
 
 def _check(config: Config, name: str, resume: str) -> None:
-    """Check what needs no model.
+    """Make the checks that need no model.
 
-    Ranks check it later, once they have met: if one of them, perhaps on another machine, lacks
-    something, all must know.
+    Ranks make them later, once they are connected. If one of them, perhaps on another machine,
+    lacks something, all must know.
     """
     check_free(config.run.dir / name, resume=resume)
     sections = config.environments.values()
@@ -72,7 +72,7 @@ def _check(config: Config, name: str, resume: str) -> None:
 
 
 def _announce_warmup(config: Config, resume: str) -> None:
-    """Print what comes first: loading torch, which is slow on a busy machine, and the warm-up.
+    """Print that torch is being loaded, which is slow on a busy machine, and then the warm-up.
 
     This is only for environments that generate their tasks. Others are made quickly, and their
     mistakes are reported without this line.

@@ -1,6 +1,6 @@
-"""The second of two ranks measures the warm-up's models while the first learns on.
+"""The second of two ranks measures the warm-up's models while the first continues to learn.
 
-Both ranks exchange in the same order: the first sends weights, and later asks for their success.
+Both ranks communicate in the same order: the first sends weights, then asks for their success.
 """
 
 import json
@@ -14,13 +14,13 @@ from paw.distributed.ranks import PeerLostError, Ranks
 from paw.errors import UserError
 
 NOTHING = b"."
-"""What a rank sends that has nothing to say. Nothing at all cannot be gathered."""
+"""The message of a rank that has nothing to send, because an empty one cannot be gathered."""
 EXAMINER = 1
 """The number of the rank that measures."""
 
 
 class Examiner:
-    """The first rank's side. It must be dismissed in the end."""
+    """The first rank's side. Call `dismiss` at the end."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -50,7 +50,7 @@ class Examiner:
             raise
 
     def dismiss(self) -> None:
-        """Let the examiner go on."""
+        """Let the examiner continue with its own work."""
         if self._lost:
             return
         if self._owes_success:
@@ -61,8 +61,8 @@ class Examiner:
 def examine(ranks: Ranks, prepare: Callable[[], tuple[nn.Module, Callable[[int], float]]]) -> None:
     """Measure the models that the first rank sends, until it dismisses this one.
 
-    `prepare` returns the model that gets their weights, and what measures it after a step. Raises
-    UserError if it, or a measurement, does.
+    `prepare` returns the model that gets their weights, and a function that measures it after a
+    step. Raises UserError if `prepare` or a measurement does.
     """
     prepared: tuple[nn.Module, Callable[[int], float]] | UserError
     try:

@@ -16,7 +16,7 @@ from paw.rollouts.text.marks import conversation
 from paw.types import Ids, Outcome, Reply, Sample, Task, Turn, as_ids, no_values
 
 MAX_FAILED = 100
-"""Most games in a row that may fail before their first turn. One more ends expert play."""
+"""Maximum games in a row that may fail before their first turn. One more ends expert play."""
 
 
 class Demonstration(NamedTuple):
@@ -42,9 +42,9 @@ def demonstrations(
 ) -> Iterator[Demonstration]:
     """Yield turns of an expert that plays the games of a split endlessly, of all environments.
 
-    `random_actions` and `stray_actions` are the shares of turns with another action than the
-    expert's. A random action is any admissible one. A stray action was admissible in the turn
-    before and often no longer has an effect. A game whose environment fails is abandoned. Raises
+    `random_actions` and `stray_actions` are the shares of turns whose action is not the expert's. A
+    random action is any admissible one. A stray action was admissible in the turn before and often
+    no longer has an effect. A game whose environment fails is abandoned. Raises
     UserError if too many games in a row fail, or if the environment has no expert.
     """
     rng = random.Random(seed)

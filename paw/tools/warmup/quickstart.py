@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""A turn of the user shows the names of the tools. So small a model learns what they do by playing."""
+"""The user's turn shows only the tools' names. So small a model learns from play what they do."""
 CALL = r"<tool_call>\n[^\n]*\n</tool_call>"
 """Pattern of a call of a tool, as `Reply.of` writes it."""
 RESPONSE_TEMPLATE = {
@@ -53,7 +53,7 @@ RESPONSE_TEMPLATE = {
         "content": {"content": "text"},
     },
 }
-"""How transformers reads calls in an answer, so that no parser of vLLM's is needed."""
+"""How transformers reads calls in an answer, so that none of vLLM's parsers is needed."""
 ENTITY = r" ?[a-z]+ \d+"
 """Pattern of a numbered thing, "mug 1"."""
 LABEL = r"\n?[a-z]+:"

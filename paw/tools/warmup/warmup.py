@@ -5,9 +5,9 @@ evaluation. The expert takes a random action now and then, so the model sees sta
 path. These actions stay in the labels, so the policy starts with the entropy that RL needs to
 explore.
 
-If a run has two ranks on one machine, the second measures success while the first learns on. The
-model is bit for bit the one that a single process makes, so the cache does not depend on who made
-it.
+If a run has two ranks on one machine, the second measures success while the first continues to
+learn. The model is bit for bit the one that a single process makes, so the cache does not depend on
+who made it.
 """
 
 import hashlib
@@ -50,7 +50,8 @@ MADE_BY = (__file__, quickstart.__file__, expert_play.__file__, supervised_step.
 CORPUS_STRAYS = 0.05
 """Share of stray actions in those turns. The tokenizer needs words for the answers to them too."""
 OVERSHOOT = 0.2
-"""Success this far above warmup.stop_success leaves little to learn, so it causes a warning."""
+"""A success that is this far above warmup.stop_success leaves little to learn. There is a warning.
+"""
 LR_STEPS = 40
 """Steps over which the learning rate rises to warmup.lr."""
 MUON_LR = 2.0
@@ -224,7 +225,7 @@ def _train(
             progress(step, loss, f"success {success:.2f} at temperature {temperature:g}, ")
             previous_success = trained.success
             trained = _Trained(step, loss, success)
-            # This is a mean of two, because a single measurement is off by 2.5 points.
+            # This is a mean of two measurements, because a single one is off by 2.5 points.
             if (success + previous_success) / 2 >= settings.stop_success:
                 if weights is not None:
                     lm.load_state_dict(weights)
@@ -245,7 +246,7 @@ def _measured_here(
     config: Config,
     factory: EnvFactory,
 ) -> Generator[_Measured, None, None]:
-    """Yield the success after each of the steps, which wait for it."""
+    """Yield the success after each of the steps. They wait for its measurement."""
     with closing(_make_rollouts(lm, chat, config, factory)) as rollouts:
         for step, loss in steps:
             yield _Measured(step, loss, _measure_success(rollouts, config, step))
@@ -254,7 +255,7 @@ def _measured_here(
 def _measured_by_examiner(
     lm: Qwen3ForCausalLM, steps: Iterator[tuple[int, float]], examiner: Examiner
 ) -> Generator[_Measured, None, None]:
-    """Yield the success after each of the steps, when the model has gone on to the next one."""
+    """Yield the success after each of the steps. Meanwhile the model takes the next one."""
     waiting: _Measured | None = None
     for step, loss in steps:
         if waiting:
@@ -318,7 +319,7 @@ def _warn_of_overshoot(success: float, settings: WarmupConfig, report: Report) -
 def _make_rollouts(
     lm: Qwen3ForCausalLM, chat: Chat, config: Config, factory: EnvFactory
 ) -> Rollouts:
-    """Return what plays the games of measurements with the model as it then is."""
+    """Return rollouts that play the games of measurements with the model's current weights."""
     engine = TransformersEngine(lm, end_ids=chat.end_ids, max_batch_tokens=CHECK_BATCH_TOKENS)
     return Rollouts(factory, engine, chat, config, agent=plain)
 
