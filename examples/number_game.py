@@ -4,7 +4,7 @@
     paw play examples/number_game.py:Guess          # what the agent sees
     paw train own-environment --env.name examples/number_game.py:Guess
 
-own_environment.py trains on another one from Python.
+own_environment.py trains on another environment from Python.
 """
 
 import re

@@ -1,11 +1,11 @@
 """An environment on an OpenEnv server, played over the network.
 
-The script starts a real server in a process of its own, with the game of own_environment.py, and a
-small model that has seen some play learns on it. PaW's client does not need the package openenv.
+The script starts a real server in its own process, with the game of own_environment.py. A small
+model that has seen some play learns on it. PaW's client does not need the package openenv.
 
 Needs: pip install 'paw-trainer[openenv]' for the server (in an environment without vLLM), and
        pip install websockets aiohttp for the client
-Took: 70 s of processor time of an AMD EPYC, the server and the start model included.
+Took: 70 s of processor time of an AMD EPYC, including the server and the start model.
 Change first: `url`, the address of your own server; leave out env.prompt_field if its observations
 are ordinary texts; then `--model.path` a pretrained model.
 """
@@ -24,7 +24,7 @@ GAME = Path(__file__).with_name("own_environment.py")
 
 @contextmanager
 def served(game):
-    """The URL of an OpenEnv server with this game, which ends with the block."""
+    """Yield the URL of an OpenEnv server with this game, which ends with the block."""
     command = [sys.executable, "-m", "paw", "serve", "env", f"{game}:Fetch", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr

@@ -1,4 +1,4 @@
-"""An agent written with openai's client. It knows nothing of PaW."""
+"""An agent written with openai's client. It does not know about PaW."""
 
 import json
 import os

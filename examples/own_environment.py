@@ -1,10 +1,10 @@
-"""An environment of your own in one file, and a small model that learns to play it.
+"""Your own environment in one file, and a small model that learns to play it.
 
 Training needs `tasks`, `reset`, `context` and `step`. From the optional `oracle` and
 `admissible_actions`, PaW makes a model of 0.2 M parameters that has seen some play ("quickstart").
 
 Needs: pip install paw-trainer
-Took: 44 s of processor time on one thread of an AMD EPYC, the start model included.
+Took: 44 s of processor time on one thread of an AMD EPYC, including the start model.
 Change first: the class (`paw env check FILE.py:Class` checks it); then `--model.path NAME`.
 """
 

@@ -1,11 +1,11 @@
-"""A reward and a loss of your own, in place of the environment's and of PPO's clip.
+"""Your own reward and loss, in place of the environment's reward and PPO's clip.
 
-The model that plays own_environment.py is paid for a quick win, and learns by a smooth function of
-the probability ratio. Settings of both (`per_turn`, `width`) are their keyword-only parameters;
-they become keys: `--reward.per_turn 0.05`. The loss stays fused with the vocabulary head.
+The model that plays own_environment.py is rewarded for a quick win, and learns by a smooth function
+of the probability ratio. The settings of both (`per_turn`, `width`) are keyword-only parameters,
+which become keys: `--reward.per_turn 0.05`. The loss stays fused with the vocabulary head.
 
 Needs: pip install paw-trainer
-Took: 51 s of processor time on one thread of an AMD EPYC, the start model included.
+Took: 51 s of processor time on one thread of an AMD EPYC, including the start model.
 Change first: `quick`, a function of the whole episode. Advantages (`advantage.type`) and the world
 model's loss (`wm.loss`) are replaced in the same way.
 """
@@ -22,7 +22,7 @@ def quick(trajectory, *, per_turn: float = 0.1) -> float:
 
 
 def smooth(logp, entropy, batch, *, width: float = 0.2):
-    """The logarithm of the ratio, squashed; one value for each response token."""
+    """Return the squashed logarithm of the ratio, one value for each response token."""
     return -batch.advantage * width * torch.tanh((logp - batch.old_logp) / width)
 
 

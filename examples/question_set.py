@@ -1,11 +1,11 @@
 """Questions from a file, and a small model that learns to answer them.
 
-Any columns will do, in JSON lines, CSV, parquet or a data set on the Hugging Face hub. Here the
-script writes 3,000 sums in words to files first; a seventh of them is held out, and success is
-reported for each `size`.
+The set may have any columns, and may be JSON lines, CSV, parquet or a data set on the Hugging Face
+hub. Here the script first writes 3,000 sums in words to files. A seventh of them is held out, and
+success is reported for each `size`.
 
 Needs: pip install 'paw-trainer[data]'
-Took: 43 s of processor time on one thread of an AMD EPYC, the start model included.
+Took: 43 s of processor time on one thread of an AMD EPYC, including the start model.
 Change first: `--env.data FILE_OR_HUB_NAME` with the names of its columns (`--env.question`,
 `--env.answer`); then `--model.path`, a pretrained model, and `--env.score FILE.py:judge`, a score
 of your own.

@@ -1,6 +1,6 @@
-"""Tasks written with verifiers: sums, half of whose reward is for giving a number at all.
+"""Tasks written with verifiers: sums, with half of the reward for giving any number.
 
-It knows nothing of PaW; verifiers_taskset.py trains on it.
+This file does not know about PaW; verifiers_taskset.py trains on it.
 """
 
 import re
@@ -30,4 +30,4 @@ class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
                 yield Sum(data, self.config.task)
 
 
-__all__ = ["Sums"]  # what verifiers looks for
+__all__ = ["Sums"]  # verifiers looks for this

@@ -1,13 +1,13 @@
 """A conversation with a tool, and a small model that learns when to call it.
 
-The model reads "Reach 23." and calls `add` with 1, 5 or 10, eight times at most. PaW finds the
-parser of the model's own format, checks arguments against the schema, and answers a broken call
-with what is wrong.
+The model reads "Reach 23." and calls `add` with 1, 5 or 10, at most eight times. PaW finds the
+parser of the model's own format, checks arguments against the schema, and tells the model what is
+wrong with a broken call.
 
 Needs: pip install paw-trainer
-Took: 81 s of processor time on one thread of an AMD EPYC, the start model included.
+Took: 81 s of processor time on one thread of an AMD EPYC, including the start model.
 Change first: `tools` and `call`. A pretrained model (`--model.path NAME`) needs no `oracle`; its
-chat template has to know tools, as those of Qwen3 and Llama 3 do.
+chat template has to support tools, as those of Qwen3 and Llama 3 do.
 """
 
 import paw
@@ -34,7 +34,7 @@ class Adder(paw.Conversation):
     def say(self, text):  # an answer without a call ends the conversation
         return paw.Outcome("", reward=0.0, done=True, won=False)
 
-    # For the small model: what an expert would do, and what anybody could.
+    # For the small model: what an expert would do, and what is possible at all.
 
     def oracle(self):
         return self.format_action(max(n for n in NUMBERS if n <= self.left))

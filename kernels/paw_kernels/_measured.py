@@ -1,7 +1,7 @@
 """Times that `paw doctor --kernels` measured on this machine. `auto` takes the shortest.
 
 They are in a JSON file. Only times with the same device, driver, torch, triton and kernels (`key`),
-dtype, V and D count. Without the file, or without such times in it, this module decides nothing.
+dtype, V and D count. Without the file, or such times in it, this module has no effect.
 """
 
 import hashlib

@@ -82,8 +82,8 @@ def cpu_library() -> ctypes.CDLL | None:
 def why_no_cpu_library() -> str | None:
     """Return why the C++ row operations cannot be used, or None.
 
-    On Linux they need libgomp.so.1. torch's wheels bring one, which the import of torch has
-    loaded: the linker takes that one, and a second set of threads never exists.
+    On Linux they need libgomp.so.1. torch's wheels include one, which the import of torch has
+    loaded. The linker uses that one, so there is never a second set of threads.
     """
     if not _CPU_LIBRARY.is_file():
         return (
@@ -187,7 +187,7 @@ def claim_memory(tensor: Tensor) -> Tensor:
 def in_range(values: Tensor, limit: int) -> bool:
     """Whether int64 values are known to be in [0, limit).
 
-    False tells nothing on a GPU, where a check would wait, or without the compiled library.
+    False means nothing on a GPU, where a check would have to wait, or without the compiled library.
     """
     library = _library_for(values)
     values = values.contiguous()

@@ -15,7 +15,7 @@ from paw_kernels._native import claim_memory, packed_rows, why_no_cpu_library, w
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1400 << 20}
 """Bytes of one chunk's logits. On the CPU they stay in the last-level cache."""
 ROOMY_BYTES = 2400 << 20
-"""The same on a GPU with eight times as much free memory. 4,096 rows of 152,064 make one chunk."""
+"""The limit on a GPU with eight times as much free memory. 4,096 rows of 152,064 make one chunk."""
 CHUNK_ROWS = 256
 """Minimum rows of a chunk, because each chunk reads and writes the whole accumulator of dW."""
 KEPT_BYTES = 160 << 20

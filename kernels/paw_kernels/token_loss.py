@@ -49,7 +49,7 @@ tokens into chunks. Derivatives must be finite where log p is -inf.
 """
 
 _losses: "WeakValueDictionary[str, Loss]" = WeakValueDictionary()
-"""The losses that exist, by key. An operator takes a key in place of a function."""
+"""All existing losses, by key. An operator takes a key instead of a function."""
 _loss_numbers = count()
 
 _OUTSIDE = (

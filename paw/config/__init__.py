@@ -1,4 +1,4 @@
-"""The configuration of a run, and what your own plug-in needs for its settings and traits."""
+"""The configuration of a run, and the parts that your own plug-in needs for settings and traits."""
 
 from paw.config.sections import Config, EnvConfig
 from paw.config.traits import estimator

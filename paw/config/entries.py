@@ -1,8 +1,8 @@
 """Lists of plug-ins in a recipe, such as [[envs]]: tables that each name a plug-in, with its keys.
 
-An entry has the keys of the section of one plug-in (`env` for `envs`), and some of its own. Some of
-these hold a section or a list again, such as [envs.agent] and [[envs.rewards]]. Errors and the
-command line call its keys `envs.LABEL.key`. This module imports no torch.
+An entry has the keys of the section of one plug-in (`env` for `envs`), and some keys of its own.
+Some of these hold a section or a list, such as [envs.agent] and [[envs.rewards]]. Errors and the
+command line call its keys `envs.LABEL.key`. This module does not import torch.
 """
 
 import re
@@ -19,10 +19,10 @@ from paw.config.values import PluginSection, Section
 from paw.errors import UserError, clean
 
 LABEL = r"^[A-Za-z0-9_-]{1,40}$"
-"""A label is a part of keys and of the names of metrics."""
+"""Pattern of a label, which is part of keys and of names of metrics."""
 RESERVED = r"all|mean|(low|high)(_.*)?"
-"""Labels that would make a metric's name that there is: of everything together (success/all), or of
-the end of an interval (pass_at_4_low_LABEL)."""
+"""Labels that would make the name of an existing metric: that of everything together (success/all)
+or of the end of an interval (pass_at_4_low_LABEL)."""
 
 
 class Entry(Section):
@@ -55,18 +55,18 @@ class Entry(Section):
     @classmethod
     @abstractmethod
     def summary(cls, entries: Sequence[Any]) -> PluginSection:
-        """Return what a configuration with these entries has in place of the single section."""
+        """Return the section that a configuration with these entries has instead of a single one."""
 
     @classmethod
     def own_keys(cls) -> dict[str, FieldInfo]:
-        """The keys that an entry has besides those of its plug-in's section."""
+        """Return the keys that an entry has besides those of its plug-in's section."""
         return {key: field for key, field in cls.model_fields.items() if key != "section"}
 
     @classmethod
     def keys_of(cls, table: Mapping[str, Any]) -> dict[str, FieldInfo]:
-        """Return the keys that an entry may have, with the plug-ins that it names.
+        """Return the keys that an entry may have, given the plug-ins that it names.
 
-        Those of a section or a list within it are dotted. Raises UserError if there is no such
+        Keys of a section or list within it are dotted. Raises UserError if there is no such
         plug-in.
         """
         section = section_type(cls.base(), table.get(cls.base().KEY))
@@ -208,7 +208,7 @@ def located(error: ValidationError, location: tuple[str, ...]) -> ValidationErro
 
 
 def tables_by_label(kind: type[Entry], tables: Any) -> dict[str, dict[str, Any]]:
-    """Return the tables of a list by their labels, without anything else that it holds."""
+    """Return the tables of a list by label. Anything else in it is left out."""
     tables = tables if isinstance(tables, list) else []
     return {kind.label_of(table): table for table in tables if isinstance(table, dict)}
 

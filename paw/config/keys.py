@@ -13,21 +13,21 @@ from paw.config.values import Only, PluginSection, Section
 from paw.errors import UserError
 
 DEPTH = 3
-"""Maximum number of parts of a key. A table below that is a value."""
+"""Maximum number of parts of a key. A table at a deeper level is a value."""
 LISTS = {"envs": "env", "rewards": "reward"}
 """Keys whose value is a list of tables (`paw.config.entries`) -> the section that it replaces."""
 LISTED = {section: name for name, section in LISTS.items()}
 Flat = dict[str, Any]
 """{"optim.lr": 1e-6}"""
 Row = tuple[str, FieldInfo, list[Only]]
-"""(dotted key, field, what it needs to apply)."""
+"""(dotted key, field, its conditions)."""
 
 
 @dataclass(frozen=True)
 class OnlyPlugins(Only):
     """Metadata of a key that applies only if the plug-in that `key` names has an ability.
 
-    The ability is a class attribute that is true. The class is asked, so your own plug-ins count.
+    The ability is a class attribute that is true. Your own plug-ins can have it too.
     """
 
     kind: str = ""
@@ -180,7 +180,7 @@ def fields(prefix: str, section: type[Section]) -> Sequence[Row]:
 
 
 def built_in(base: Any) -> Iterable[str]:
-    """The built-in plug-ins of a section that may add keys to it, or give its keys other defaults.
+    """Return the built-in plug-ins of a section that may add keys or change defaults of its keys.
 
     Those of `WITHIN` do neither.
     """
@@ -191,7 +191,7 @@ def built_in(base: Any) -> Iterable[str]:
 
 
 def own_defaults(section: str, base: Any, name: str) -> list[Row]:
-    """The keys of a section to which a built-in plug-in gives another default, less its name's."""
+    """Return the keys whose defaults a built-in plug-in changes, except that of its name."""
     defaults = {key: field.default for key, field, _ in fields(section, base)}
     del defaults[f"{section}.{base.KEY}"]
     return [

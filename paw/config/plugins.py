@@ -31,12 +31,12 @@ from paw.config.values import Section
 from paw.errors import OURS, UserError, clean, describe, nearest
 
 DESCRIBED = ConfigDict(use_attribute_docstrings=False)
-"""Of a section made here, whose keys have their descriptions. pydantic would look for its source in
-every module there is."""
+"""Options of a section that is made here and whose keys already have descriptions. pydantic would
+search every module for its source."""
 
 
 class BuiltInPlugin(NamedTuple):
-    """A built-in plug-in of a kind whose key says what each one does."""
+    """A built-in plug-in of a kind whose key's description says what each one does."""
 
     target: str
     """module:name"""
@@ -229,7 +229,7 @@ def load(kind: str, name: str) -> Any:
 
 
 def _checked(kind: str, plugin: Any, name: str) -> Any:
-    """Return the plug-in. Raises UserError if it is no function or class but must be one."""
+    """Return the plug-in. Raises UserError if it must be a function or class but is not."""
     if kind in CALLED and not callable(plugin):
         raise UserError(f"'{clean(name)}' is a {type(plugin).__name__}, not a function or class")
     return plugin
@@ -308,7 +308,7 @@ def _settings_of_function(plugin: Any, name: str, base: type[Section]) -> type[S
 
 
 def _described_parameters(docstring: str) -> dict[str, str]:
-    """Name -> text of each line "name: text", with the more deeply indented lines below it."""
+    """Return name -> text of each line "name: text", with the more indented lines below it."""
     entries = re.finditer(r"^( +)(\w+): (.+(?:\n\1 +\S.*)*)$", docstring, re.MULTILINE)
     return {entry[2]: " ".join(entry[3].split()) for entry in entries}
 

@@ -1,4 +1,4 @@
-"""From a recipe and the command line to a Config.
+"""Makes a Config from a recipe and the command line.
 
 A recipe is a TOML file whose tables are the sections of `Config`. `--a.b value` on the command line
 overrides one key. `base = ["alfworld", "gigpo", "paw"]` above the first table builds on other
@@ -315,8 +315,8 @@ def warnings(config: Config) -> list[str]:
 
 
 def _clip_warnings(config: Config) -> list[str]:
-    """A line for each clip that seems to be written for another loss: clips of ppo and gspo differ
-    by a factor of 500."""
+    """Return a line for each clip that seems to be meant for another loss. Clips of ppo and gspo
+    differ by a factor of 500."""
     lines: list[str] = []
     for key in ("clip_low", "clip_high"):
         state = known_keys(config)[f"policy.{key}"]
