@@ -55,7 +55,7 @@ class Entry(Section):
     @classmethod
     @abstractmethod
     def summary(cls, entries: Sequence[Any]) -> PluginSection:
-        """Return the section that a configuration with these entries has instead of a single one."""
+        """Return the section that a configuration with these entries has in place of one."""
 
     @classmethod
     def own_keys(cls) -> dict[str, FieldInfo]:
