@@ -140,7 +140,7 @@ class _Rank:
 def _start_ranks(
     arguments: list[str], logs: Sequence[BinaryIO | None], stack: ExitStack
 ) -> list[_Rank]:
-    """Start a rank for each log. `stack` closes this process's descriptors that serve them."""
+    """Start a rank for each log. `stack` closes the descriptors that this process has for them."""
     rank_count = len(logs)
     listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     cores_per_rank = max(1, len(os.sched_getaffinity(0)) // rank_count)

@@ -9,7 +9,7 @@ from paw.config import plugins
 from paw.errors import UserError, clean, others_code, short_repr
 
 WINDOW = 10
-"""Updates that a success is the mean of."""
+"""Number of updates over which success is averaged."""
 MOST = 1e12
 """Largest share."""
 

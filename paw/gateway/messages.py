@@ -138,7 +138,7 @@ def text_of(content: Any) -> str:
     if not isinstance(content, list) or not all(
         isinstance(content_part, dict) for content_part in content
     ):
-        raise ValueError(f"content is {short_repr(content)}; it must be a text")
+        raise ValueError(f"content is {short_repr(content)}; it must be a string")
     other_types = {str(content_part.get("type")) for content_part in content} - {"text", "refusal"}
     if other_types:
         raise ValueError(

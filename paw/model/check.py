@@ -117,7 +117,7 @@ def _reason(policy: Policy, bound: float) -> str:
     if attention_calls.without_bounds:
         return "its layers do not tell attention where rows end, so packed rows see each other"
     if not attention_calls.count:
-        return "its attention is its own code, in which packed rows see each other"
+        return "its attention is the model's own code, in which packed rows see each other"
     difference_alone = logp_difference(policy, LENGTHS[:1])
     if typical_difference(difference_alone, policy.lm) <= bound:
         return "it does not restart at each row: positions continue, or rows see each other"

@@ -38,8 +38,8 @@ def gather_turns(groups: Sequence[Group], ranks: "Ranks") -> list[Group]:
     tasks = [group.task for group in groups]
     own_groups: list[Group] = []
     for group_index, group in enumerate(groups):
-        # A task may occur more than once, so groups are known by their place. Payloads are left
-        # out, because every rank has them.
+        # A task may occur more than once, so groups are identified by their position. Payloads are
+        # left out, because every rank has them.
         task = Task(str(group_index), group.task.kind)
         own_groups.append(Group(task, _own_copies(group, task), group_index))
     own_result = own_groups, RolloutStats()

@@ -625,7 +625,7 @@ class Rollouts:
             raise
 
         weighted_sum = sum(reward.weight * values[reward.label] for reward in rewards)
-        # A single one has no label, and the episode's return says it.
+        # A single reward has no label, because it is the episode's return.
         trajectory.rewards = {label: value for label, value in values.items() if label}
         for turn in trajectory.turns:
             is_last = turn is trajectory.turns[-1]

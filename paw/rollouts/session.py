@@ -163,7 +163,8 @@ class Session:
         if earlier is not None:
             answer_position = len(earlier.received) - 1
             added_messages = request.messages[answer_position + 1 :]
-            # As before, but with the answer as the client writes it: so it will write it again.
+            # The same request, but with the answer as the client writes it, because its next
+            # request will have it in that form.
             received = [*earlier.received[:-1], *request.messages[answer_position:]]
             read = [*earlier.read, *added_messages]
             _observe(earlier, added_messages)

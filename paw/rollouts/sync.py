@@ -84,7 +84,7 @@ class SampledBy:
 
     @classmethod
     def of_all(cls, parts: Sequence["SampledBy"]) -> "SampledBy":
-        """Return the parts, one after another, as one."""
+        """Return the concatenation of the parts."""
         servers = list(dict.fromkeys(server for sampled in parts for server in sampled.servers))
         indices = [no_ids()]
         for sampled in parts:

@@ -18,7 +18,7 @@ def checked_stop(stop: Iterable[Any]) -> list[str]:
     for stop_string in stop_strings:
         if not isinstance(stop_string, str) or not stop_string:
             raise ValueError(
-                f"stop contains {short_repr(stop_string)}; each must be a non-empty text"
+                f"stop contains {short_repr(stop_string)}; each must be a non-empty string"
             )
     return stop_strings
 

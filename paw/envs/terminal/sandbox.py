@@ -366,7 +366,7 @@ def _spawner() -> ThreadPoolExecutor:
 
 
 def memory_of(pid: int) -> int:
-    """Return the memory in bytes that a process and its descendants hold, without shared files."""
+    """Return the bytes of memory of a process and its descendants, without shared files."""
     resident_bytes = 0
     pids = [pid]
     while pids:

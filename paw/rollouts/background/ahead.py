@@ -268,7 +268,7 @@ class AsyncRollouts:
         self._player.close()
         self._player = self._start()
         for step, other_update in self._updates.items():
-            # Updates already played are kept.
+            # Updates that have been played are kept.
             if other_update.result.done() and other_update.result.exception():
                 other_update.result = self._player.play(step, other_update.count)
         return None

@@ -22,7 +22,7 @@ def write_adapters(
 ) -> None:
     """Write adapters into a folder as peft does, with the tensors in its file `name`.
 
-    If `adapters` are sharded, this is a collective call of all ranks.
+    If `adapters` are sharded, every rank must call this.
     """
     tensors = {key: tensor.to("cpu", dtype).contiguous() for key, tensor in adapters}
     settings = {

@@ -13,8 +13,8 @@ file. Some facts are not obvious:
   with a function that does nothing. Both are restored. On a GPU, construction sets torch to one
   thread unless OMP_NUM_THREADS is set, and the guards of Dynamo's compiled graphs then expect one
   thread. So the variable has the trainer's number during construction.
-- If the attention kernels cannot handle a model (head sizes on a CPU), this shows only at the first
-  token. So construction samples one.
+- Attention kernels that cannot handle a model (head sizes on a CPU) fail only at the first token.
+  So construction samples one.
 """
 
 import os
@@ -207,7 +207,7 @@ def _repack_experts(model: Any) -> None:
 
 @contextmanager
 def _naming(action: str) -> Iterator[None]:
-    """Turn whatever error vLLM dies of into an EngineDiedError of one line.
+    """Turn any error that vLLM dies of into an EngineDiedError of one line.
 
     Out-of-memory errors and the end of another rank are raised unchanged.
     """

@@ -21,7 +21,7 @@ class TokenTexts:
         self._by_pair: dict[tuple[int, int], str] = {}
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token. If several make up a character, the first one has it."""
+        """Return the text of each token. If several make up a character, the first one gets it."""
         token_texts: list[str] = []
         previous = -1
         for token in ids:

@@ -19,8 +19,8 @@ class Session:
     def start(self, split: str, seed: int, index: int | None) -> dict[str, Any]:
         """Start a task. Returns the fields of the first observation.
 
-        It is task `index` of those of `split` and `seed`. Without an index, it is number `seed` of
-        those of seed 0.
+        It is task `index` of the tasks of `split` and `seed`. Without an index, it is task `seed`
+        of the tasks of seed 0.
         """
         with read_tasks(self.factory, split, 0 if index is None else seed) as tasks:
             if index is None:

@@ -123,7 +123,7 @@ def embedded(index: EpisodeIndex, limit: int = PAGE_BYTES) -> tuple[list[Row], d
 
     If not all fit, they are spread evenly over the run, and include its first and last.
     """
-    # Of a long line, only the first turns are shown.
+    # Only the first turns of a long line are shown.
     whole_size = sum(min(place.size, 2 * EPISODE_CHARS) for place in index.places.values())
     order = sorted(range(len(index.rows)), key=lambda i: (index.rows[i]["step"], i))
     episode_count = len(order)
