@@ -305,7 +305,7 @@ def _use_own_gpu(rank: int) -> torch.device:
 
 
 def _use_loopback() -> None:
-    """Make collective libraries use the loopback interface, because one machine needs no network."""
+    """Make collective libraries use the loopback interface. One machine needs no network."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
         for library in ("GLOO", "NCCL"):

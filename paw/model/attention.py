@@ -182,7 +182,7 @@ def pack_rows(
 
 
 def _padding_is_costly(lengths: Sequence[int]) -> bool:
-    """Whether rows are long and cost much more side by side, because work is quadratic in length."""
+    """Whether rows are long and cost much more side by side. Work is quadratic in length."""
     if sum(lengths) < LONG_ROW * len(lengths):
         return False
     padded_work = max(lengths) ** 2 * len(lengths)

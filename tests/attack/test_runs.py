@@ -102,7 +102,7 @@ STOPS = [
     ("a metric of many", r"run.callbacks: Callback.on_evaluation: metrics\['mine'\] is array.*"),
     (
         "a metric that has no name",
-        r"run.callbacks: Callback.on_evaluation: metrics\[None\]: .* must be a text",
+        r"run.callbacks: Callback.on_evaluation: metrics\[None\]: .* must be a string",
     ),
     (
         "a time in words",

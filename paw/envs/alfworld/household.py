@@ -2,8 +2,8 @@
 
 Feedback, admissible commands and the win flag are string for string those of the real engine
 (textworld's PddlEnv with alfworld's AlfredDemangler, alfworld 0.4.2) with the rules of
-`data/alfred.pddl` and `data/alfred.twl2`. The rules have quirks, and an agent trained here must meet
-the same ones:
+`data/alfred.pddl` and `data/alfred.twl2`. The rules have quirks, and an agent trained here must
+meet the same ones:
 
 - Only the object in hand can be examined. A stray comma in the domain disables the branch for
   objects in sight.
