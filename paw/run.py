@@ -268,7 +268,7 @@ class Run(Parts, RunProgress):
             raise TrainingStopped(str(error)) from error  # of all ranks, which save the update
         environments.shares.choose(self.step, shares)
 
-    def make_up_for_shares(self) -> None:
+    def choose_missing_shares(self) -> None:
         """Choose the shares of the next update if the curriculum failed to when it was due."""
         if isinstance(self.factory, SeveralEnvs) and self.factory.lacks_shares:
             self.factory.lacks_shares = False

@@ -59,7 +59,7 @@ def train(
         with closing(run.make_rollouts()) as rollouts:
             push_weights(run.policy.lm, run.engine, version=run.step, dtype=run.policy.dtype)
             run.catch_up_on_evaluation(rollouts)
-            run.make_up_for_shares()
+            run.choose_missing_shares()
             while run.step < config.run.updates and not run.stop_requested():
                 update(run, rollouts)
         return run.finish()

@@ -102,12 +102,13 @@ def load_named(recipe: str | Path | Config, overrides: dict[str, Any]) -> Config
 
 
 def check_config(config: object, function: str) -> None:
-    """Raise UserError if the argument of a function of `paw` is no configuration."""
+    """Raise UserError if the argument of a function of `paw` is not a configuration."""
     if isinstance(config, Config):
         return
     recipe = short_repr(config) if isinstance(config, str | Path) else "RECIPE"
     raise UserError(
-        f"{function}: {short_repr(config)} is no configuration; write {function}(paw.load({recipe}))"
+        f"{function}: {short_repr(config)} is not a configuration; "
+        f"write {function}(paw.load({recipe}))"
     )
 
 

@@ -26,6 +26,12 @@ def make_factory(config: Config, env: Any = None) -> EnvFactory:
         return _make_one(config.env, config.run, tasks_per_update=config.rollout.tasks, env=env)
 
     shares = TaskShares({entry.label: entry.share for entry in config.envs})
+    for entry in config.envs:
+        if shares.initial[entry.label] == 0:
+            raise UserError(
+                f"envs.{entry.label}.share = {entry.share:g} is less than a millionth of all shares; "
+                "raise it, or leave the entry out"
+            )
     parts: dict[str, Part] = {}
     for entry in config.envs:
         own_tasks = config.rollout.tasks * shares.initial[entry.label] / WHOLE

@@ -44,9 +44,9 @@ def end_group_with_this() -> None:
     """Make all processes that this one starts end with it, even after kill -9. Linux only.
 
     This process must lead a process group. A separate process waits for it to end and then kills
-    the group, and processes that have left the group if they have this one's MARK. The waiting process is not a
-    child of this one, so it does not hold up code that waits for any child. Call this before there
-    are threads, because it forks.
+    the group, and the processes that have left the group but still have this one's MARK. The
+    waiting process is not a child of this one, so it does not hold up code that waits for any
+    child. Call this before there are threads, because it forks.
     """
     if sys.platform != "linux":
         return
@@ -62,7 +62,7 @@ def end_group_with_this() -> None:
 
 
 def _kill_after(leader: int) -> None:
-    """Kill what process `leader` has started, once it has ended."""
+    """Kill the processes that `leader` has started, once it has ended."""
     os.setsid()  # or it would be killed with the group
     os.closerange(0, MOST_DESCRIPTORS)  # another process may be waiting for them to close
     try:
@@ -87,7 +87,7 @@ def _kill_after(leader: int) -> None:
 
 
 def _processes_with(variable: bytes) -> list[int]:
-    """Return the other processes in whose environment this "NAME=value" is."""
+    """Return the other processes whose environment contains this "NAME=value"."""
     pids: list[int] = []
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) != os.getpid():

@@ -117,7 +117,7 @@ class Session:
                 raise RequestError(problem_of(error), status=500) from None
 
     def end(self) -> None:
-        """Answer no more requests. An answer that is on its way is no turn of the episode."""
+        """Refuse further requests. An answer in progress does not become a turn of the episode."""
         self._has_ended = True
 
     @property

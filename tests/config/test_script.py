@@ -39,7 +39,7 @@ def test_what_is_no_configuration_and_no_words_is_named():
     for function in (paw.train, paw.warmup):
         with pytest.raises(UserError, match=r"write paw\.\w+\(paw\.load\('quickstart'\)\)"):
             function("quickstart")
-        with pytest.raises(UserError, match=r"None is no configuration; .*\(paw\.load\(RECIPE"):
+        with pytest.raises(UserError, match=r"None is not a configuration; .*\(paw\.load\(RECIPE"):
             function(None)
     with pytest.raises(UserError, match="resume = True: it must be 'auto', or the name"):
         paw.train(paw.load("quickstart"), resume=True)

@@ -145,6 +145,14 @@ def test_a_mistake_in_an_entry_is_one_line_that_names_it(entries, message, tmp_p
     assert "\n" not in str(error.value)
 
 
+def test_a_share_too_small_to_be_played_is_refused(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    entries = [PICK, {**PICK, "label": "rare", "share": 1e-9}]
+    recipe.write_text(tomli_w.dumps({"model": {"path": "-"}, "envs": entries}))
+    with pytest.raises(UserError, match=r"^envs\.rare\.share = 1e-09 is less than a millionth"):
+        make_factory(load(recipe))
+
+
 def test_the_command_line_changes_a_key_of_one_entry():
     config = load(configure(), {"envs.look.share": "3", "envs.look.max_turns": "2"})
     assert [entry.share for entry in config.envs] == [1.0, 3.0]

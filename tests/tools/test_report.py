@@ -266,7 +266,7 @@ def test_a_plot_of_runs_is_drawn_as_they_go_on(tmp_path, monkeypatch):
     """Outside of a notebook it is drawn when it is saved."""
     with pytest.raises(UserError, match="draws nothing; name metrics"):
         LivePlot()
-    with pytest.raises(UserError, match=r"LivePlot: \['wm/loss'\] is no metric's name"):
+    with pytest.raises(UserError, match=r"LivePlot: \['wm/loss'\] is not the name of a metric"):
         LivePlot(["wm/loss"])
     said = []
     plot = LivePlot("eval/success", "wm/loss")

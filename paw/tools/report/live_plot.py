@@ -40,7 +40,7 @@ class LivePlot:
         for metric in metrics:
             if not isinstance(metric, str):
                 raise UserError(
-                    f"paw.LivePlot: {short_repr(metric)} is no metric's name; "
+                    f"paw.LivePlot: {short_repr(metric)} is not the name of a metric; "
                     'write paw.LivePlot("success/all", "wm/loss")'
                 )
         self._metrics = metrics
