@@ -135,7 +135,7 @@ def test_what_one_machine_lacks_is_reported_on_both(start, tmp_path, option, nam
     for machine in (tmp_path / "machine0", tmp_path / "machine1"):
         machine.mkdir()
         (machine / "games.py").write_text(GAMES.format(machine.name))
-    (tmp_path / "machine0" / "mine.py").write_text("class Say: ...\n")
+    (tmp_path / "machine0" / "mine.py").write_text("class Say:\n    def on_start(self, run): ...\n")
     ended = two_machines(tmp_path, tmp_path / "whole.toml", option, name)
     (code, errors), (code_of_other, errors_of_other) = ended
     assert code in (2, 3), ended

@@ -116,7 +116,9 @@ def test_what_changes_is_told_and_what_gives_a_run_its_meaning_cannot(tmp_path):
         else:
             (tmp_path / "config.toml").write_text(text)
         (line,) = changes(tmp_path, changed)
-        assert line.startswith(f"warning: {tmp_path}/config.toml cannot be read")
+        assert line.startswith(
+            f"warning: cannot read {tmp_path}/config.toml, so changes since then are"
+        )
         assert "\n" not in line
 
 
