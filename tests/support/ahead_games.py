@@ -106,9 +106,11 @@ class OddGame(Logged):
 
 
 class ForkingGame(Logged):
-    """Its first reset forks a process that keeps every open file, past Python's own hooks."""
+    """Its first reset forks a process that keeps every open file, past Python's own hooks, and then
+    waits to be killed."""
 
     def reset(self, task: Any) -> str:
+        observation = super().reset(task)
         with LOCK:
             if ahead_of_the_trainer() and not logged("forked"):
                 pid = ctypes.PyDLL(None).fork()
@@ -116,7 +118,8 @@ class ForkingGame(Logged):
                     while True:
                         signal.pause()
                 log("forked", pid)
-        return super().reset(task)
+                time.sleep(60)
+        return observation
 
 
 class SlowGame(Logged):
