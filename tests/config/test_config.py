@@ -404,9 +404,9 @@ def test_what_a_class_is_made_with():
 
 
 def test_an_object_that_cannot_be_called_is_one_line(recipe):
-    assert "'given:list' is a list, not a function or class" in problem(
-        recipe(), {"policy.loss": plugins.give([1])}
-    )
+    name = plugins.give([1])
+    expected = f"'{name}' is a list, not a function or class"
+    assert expected in problem(recipe(), {"policy.loss": name})
 
 
 MISNAMED = [
