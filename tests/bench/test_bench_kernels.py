@@ -152,6 +152,7 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_comparison_leaves_no_tensor_to_the_next(monkeypatch):
     weights = []
 

@@ -77,6 +77,7 @@ def trusting(text: str) -> list[int]:
     return lines
 
 
+@pytest.mark.slow
 def test_no_model_folder_runs_code():
     assert trusting("f(trust_remote_code=True)") == [1]
     assert trusting("AutoModel.from_pretrained(path)") == [1]

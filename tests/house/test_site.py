@@ -66,6 +66,7 @@ def test_no_line_of_code_is_cut(page):
     assert not [line for line in lines if len(line) > LINE_LENGTH and "{source" not in line]
 
 
+@pytest.mark.slow
 def test_the_landing_page_shows_lines_of_the_source(site):
     spec = importlib.util.spec_from_file_location("source", DOCS / "site" / "source.py")
     assert spec and spec.loader

@@ -278,6 +278,7 @@ def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkey
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", ["1", "2"])
 def test_the_first_line_of_the_command_comes_before_torch_is_loaded(tmp_path, gpus):
     """Neither the command nor a rank that it starts can load torch here."""
