@@ -241,7 +241,7 @@ class Run(Parts, RunProgress):
         self.remember_random_states()
 
     def note_success(self) -> None:
-        """Tell the curriculum, if there is one, the update's success."""
+        """Pass the success of the update to the curriculum, if there is one."""
         environments = self.factory
         if not isinstance(environments, SeveralEnvs) or environments.curriculum is None:
             return
@@ -269,7 +269,7 @@ class Run(Parts, RunProgress):
         environments.shares.choose(self.step, shares)
 
     def choose_missing_shares(self) -> None:
-        """Choose the shares of the next update if the curriculum failed to when it was due."""
+        """Choose the shares of the next update if the curriculum failed to do so before the stop."""
         if isinstance(self.factory, SeveralEnvs) and self.factory.lacks_shares:
             self.factory.lacks_shares = False
             self.choose_shares()

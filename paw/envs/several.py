@@ -38,7 +38,7 @@ class SeveralEnvs(TaskChooser):
         self.shares = shares
         self.curriculum = curriculum
         self.lacks_shares = False
-        """Whether the curriculum failed to choose the shares of the update that comes next."""
+        """Whether the curriculum failed to choose the shares of the next update."""
         factories = [part.factory for part in self.parts.values()]
         self.name = " + ".join(self.parts)
         self.reward_max = max(factory.reward_max for factory in factories)

@@ -204,9 +204,11 @@ class OpenenvFactory(EnvFactory):
         if self.config.eval_split != AUTO:
             return self.config.eval_split
         others = [split for split in self._server.splits if split != self.config.train_split]
-        known = [split for split in EVALUATED if split in others]
-        if known or not others:
-            return (*known, "test")[0]
+        usual_splits = [split for split in EVALUATED if split in others]
+        if usual_splits:
+            return usual_splits[0]
+        if not others:
+            return "test"
         if len(others) > 1:
             raise UserError(
                 f"env.eval_split is not set: {self._first_url} has {', '.join(others)}; name one"

@@ -46,7 +46,7 @@ OPEN_FILES = 256
 FILES_MAX = 20_000
 """Maximum number of files and folders."""
 DEPTH_MAX = 100
-"""Maximum number of folders in one another. Of a deeper one, the path may be too long to use."""
+"""Maximum depth of nested folders. The path of a deeper one may be too long to use."""
 DEATH_S = 10.0
 """Seconds that killed processes have to end."""
 FIX = (
@@ -345,7 +345,7 @@ class Shell:
             return ""
         return (
             f"it left more than {self.limits.disk_mib} MiB, {FILES_MAX:,} files "
-            f"or {DEPTH_MAX} folders in one another"
+            f"or {DEPTH_MAX} nested folders"
         )
 
     def _excess_of_memory(self, pid: int) -> str:

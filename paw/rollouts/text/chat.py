@@ -36,7 +36,7 @@ class ContextFull(Exception):
 
 
 class FirstPromptTooLong(EnvironmentFailure):
-    """The first prompt of an episode does not fit, so there is nothing to keep of it."""
+    """The first prompt of an episode does not fit, so the episode has no turn to keep."""
 
 
 def context_text(context: Context) -> str:

@@ -47,7 +47,7 @@ MAX_OPEN = 10_000
 
 
 class BatchInterrupted(BaseException):
-    """A signal came while an engine was busy that answers a whole batch before it returns."""
+    """A signal arrived while the engine was computing a whole batch of answers."""
 
 
 class SessionsFactory(EnvFactory):
