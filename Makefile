@@ -35,16 +35,11 @@ check: $(VENV)/.test  ## the inner loop, under two minutes
 fast: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(ARGS)
 
-lint: $(VENV)/.test $(VENV)/.typed
+lint: $(VENV)/.test
 	$(VENV)/bin/ruff check paw kernels tests bench examples docs/site setup.py .ci/check_release
 	$(VENV)/bin/ruff format --check paw kernels tests bench examples docs/site setup.py .ci/check_release
+	$(VENV)/bin/pyrefly check
 	$(VENV)/bin/lint-imports
-
-# pyright keeps nothing from one run to the next and takes most of the time of `lint`, so it runs if what it reads has
-# changed.
-$(VENV)/.typed: $(VENV)/.test pyproject.toml $(shell find paw kernels examples -name __pycache__ -prune -o '(' -name '*.py' -o -type d ')' -print)
-	$(VENV)/bin/pyright
-	touch $@
 
 # What installs all else. pip 26.2 builds no package from source beside an editable one (its sitecustomize empties
 # sys.path before it reads our .pth).

@@ -26,7 +26,7 @@ class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
     def load(self):
         for a in range(1, 20):
             for b in range(1, 10):
-                data = Data(prompt=f"What is {a} + {b}?", answer=a + b)  # pyright: ignore
+                data = Data(prompt=f"What is {a} + {b}?", answer=a + b)  # type: ignore[bad-argument-type]
                 yield Sum(data, self.config.task)
 
 

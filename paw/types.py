@@ -208,7 +208,8 @@ class WithArrays:
     """The function that makes an array, by field."""
 
     def __init_subclass__(cls) -> None:
-        cls._CONVERTERS = dict.fromkeys(cls.IDS, as_ids) | dict.fromkeys(cls.VALUES, as_values)
+        cls._CONVERTERS = {name: as_ids for name in cls.IDS}
+        cls._CONVERTERS |= {name: as_values for name in cls.VALUES}
 
     def __setattr__(self, name: str, value: Any) -> None:
         convert = self._CONVERTERS.get(name)

@@ -25,7 +25,7 @@ NaN, but e is still NaN there, and so is every sum of the row.
 
 # Triton's type annotations are meant for host code. Inside a kernel, constexpr and range mean
 # something else.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
+# pyrefly: ignore-errors
 
 import triton
 import triton.language as tl

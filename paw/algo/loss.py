@@ -427,7 +427,8 @@ def _token_weights(
 class ScoredModel(Protocol):
     """The members of a model that the losses need; `paw.model.policy.Policy` documents them."""
 
-    device: torch.device
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def head_weight(self) -> Tensor: ...

@@ -9,7 +9,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from paw.errors import OURS, OthersCodeError, UserError, clean, describe, short_repr, user_location
 from paw.io.threads import Threads
@@ -277,7 +277,7 @@ def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
 
 def size(tasks: Tasks) -> int | None:
     """Return the number of tasks; None for an endless split."""
-    return len(tasks) if hasattr(tasks, "__len__") else None  # pyright: ignore[reportArgumentType]
+    return len(cast(Any, tasks)) if hasattr(tasks, "__len__") else None
 
 
 def every_tenth(tasks: Any, held_out: bool) -> Any:

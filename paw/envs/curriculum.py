@@ -3,7 +3,7 @@
 import numbers
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from paw.config import plugins
 from paw.errors import UserError, clean, others_code, short_repr
@@ -69,8 +69,7 @@ class Curriculum:
                 f"the [[envs]] are {', '.join(self._recent)}"
             )
         for label, share in shares.items():
-            is_number = isinstance(share, numbers.Real)
-            if not is_number or not 0 <= share <= MOST:  # pyright: ignore[reportOperatorIssue]
+            if not isinstance(share, numbers.Real) or not 0 <= cast(float, share) <= MOST:
                 raise UserError(
                     f"{self._origin} returned {short_repr(share)} as the share of '{label}', which "
                     f"is not a number from 0 to {MOST:g}"

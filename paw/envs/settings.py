@@ -86,7 +86,7 @@ class SearchConfig(PromptConfig):
 
     name: str = "search"
     """Which environment."""
-    style: Literal["paper", "compact", "chat"] = "paper"
+    style: Literal["paper", "compact", "chat"] = "paper"  # type: ignore[assignment]
     """paper: the paper's prompt, with answers in tags. compact: a short prompt for tiny models.
     chat: a conversation in which search is a tool, called in the model's own format."""
     retriever: Literal["bm25", "dense", "zerosearch"] | Url = "bm25"

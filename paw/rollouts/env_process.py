@@ -7,6 +7,7 @@ one JSON object on a line.
 
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -15,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, fields
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn, cast
 
 from paw.config import plugins
@@ -86,7 +86,7 @@ class Environments:
         `pickled` contains the arguments.
         """
         try:
-            arguments = ForkingPickler.loads(pickled)  # pyright: ignore[reportAttributeAccessIssue]
+            arguments = pickle.loads(pickled)  # noqa: S301 (our own process sent it)
         except Exception as error:
             raise UserError(NOT_SENT.format(method=method, why=describe(error))) from None
         if method == "make":

@@ -11,7 +11,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from paw.config.sections import EnvConfig
 from paw.envs.base import EnvFactory, is_coroutine_env
@@ -313,8 +313,7 @@ class TimedEnv(CheckedEnv):
 
 def number(name: str, value: Any, low: float, high: float) -> float:
     """Return `value` as a float. Raises EnvironmentFailure if it is not in [`low`, `high`]."""
-    is_number = isinstance(value, numbers.Real)
-    if not is_number or not low <= value <= high:  # pyright: ignore[reportOperatorIssue]
+    if not isinstance(value, numbers.Real) or not low <= cast(float, value) <= high:
         raise EnvironmentFailure(
             f"{name} is {short_repr(value)}; it must be a number from {low:g} to {high:g}"
         )

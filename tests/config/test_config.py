@@ -238,7 +238,7 @@ def test_what_is_dumped_loads_to_the_same(recipe):
     )
     assert load(recipe(dump(config))) == config
     with pytest.raises(ValueError, match="frozen"):
-        config.optim.lr = 1.0  # pyright: ignore[reportAttributeAccessIssue]
+        config.optim.lr = 1.0  # type: ignore[misc]
 
 
 def test_a_recipe_overrides_keys_of_its_bases_in_order(recipe, tmp_path):

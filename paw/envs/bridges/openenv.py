@@ -428,7 +428,8 @@ class OpenenvEnv(Conversation):
             raise ConnectionLost(f"{self._url}/ws: {describe(error)}") from None
         self._socket = socket
         finalizer = weakref.finalize(self, _end_session, socket)
-        finalizer.atexit = False  # when the process ends, the server sees the connection end
+        # When the process ends, the server sees the connection end.
+        finalizer.atexit = False  # type: ignore[attr-defined]
         self.close = finalizer
 
     def _ask(self, kind: str, data: JsonObject) -> StepResult:

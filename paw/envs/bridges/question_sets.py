@@ -298,8 +298,6 @@ def answers(row: Row, config: QuestionsConfig) -> list[str]:
 
 def _text(answer: Any) -> str:
     """Return an answer as text, whole numbers without a decimal point; "" for other types."""
-    if not isinstance(answer, str | int | float):
-        return ""
     if isinstance(answer, float) and answer.is_integer():
         return str(int(answer))
-    return str(answer)
+    return str(answer) if isinstance(answer, str | int | float) else ""

@@ -280,24 +280,23 @@ class Shell:
         if self._folder is not None:
             self._folder.unlock()
         user = NOBODY if self._is_alone and os.geteuid() == 0 else None
-        try:
-            return (
-                _spawner()
-                .submit(
-                    subprocess.Popen,
-                    self._command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    env=dict(os.environ) if not self._is_alone else {},
-                    cwd="/",
-                    start_new_session=True,
-                    user=user,
-                    group=user,
-                    extra_groups=None if user is None else [],
-                )
-                .result()
+
+        def start() -> "subprocess.Popen[bytes]":
+            return subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=dict(os.environ) if not self._is_alone else {},
+                cwd="/",
+                start_new_session=True,
+                user=user,
+                group=user,
+                extra_groups=None if user is None else [],
             )
+
+        try:
+            return _spawner().submit(start).result()
         except OSError as error:
             raise EnvironmentFailure(f"terminal: {self._command[0]}: {error.strerror}") from None
 

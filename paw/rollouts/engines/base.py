@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from paw.config.sections import Config, LoraConfig
+    from paw.config import sections
     from paw.distributed.ranks import Ranks
     from paw.model.policy import Policy
     from paw.rollouts.text.chat import Chat
@@ -91,7 +91,7 @@ class Completion:
 class EngineParts:
     """Everything an engine is made from."""
 
-    config: "Config"
+    config: "sections.Config"
     """The whole configuration; `config.engine` has the engine's own settings."""
     policy: "Policy"
     """The trainer's model: `policy.lm` is the Hugging Face model, on `policy.device`."""
@@ -109,7 +109,7 @@ class EngineParts:
     """Whether the policy's weights will be sharded, so that an engine needs a copy of them."""
     check: bool = True
     """Whether this rank should check that the engine can sample from the model."""
-    lora: "LoraConfig | None" = None
+    lora: "sections.LoraConfig | None" = None
     """Adapters that the model will have, if `sync` takes them separately from other weights."""
     started: Any = None
     """What `Engine.start` returned on rank 0."""
@@ -123,7 +123,7 @@ class Closable(Protocol):
 class PlannedRun:
     """What the plan of an engine depends on."""
 
-    config: "Config"
+    config: "sections.Config"
     ranks: int
     """GPUs that train."""
     gpu_bytes: float
@@ -247,12 +247,12 @@ class Engine(ABC):
     @classmethod
     def start(
         cls,
-        config: "Config",
+        config: "sections.Config",
         model_path: str,
         *,
         device: "torch.device",
         ranks: "Ranks",
-        lora: "LoraConfig | None",
+        lora: "sections.LoraConfig | None",
     ) -> Closable | None:
         """Start processes that take long to come up; called on rank 0 before the models are loaded.
 

@@ -74,7 +74,7 @@ def sampling_options(
 
     Entropies are kept under the name `entropy_key`, unless it is "".
     """
-    options = {
+    options: dict[str, Any] = {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
         "seed": request.seed & (2**63 - 1),

@@ -91,8 +91,8 @@ class Chat:
         if turn_end is None:
             turn_end = tokenizer.eos_token_id
         self._turn_end: list[int] = [] if turn_end is None else [turn_end]
-        end_ids = {tokenizer.eos_token_id, turn_end, self._backend.token_to_id(AWAITS_RESULT)}
-        self.end_ids: frozenset[int] = frozenset(end_ids - {None})
+        end_ids = (tokenizer.eos_token_id, turn_end, self._backend.token_to_id(AWAITS_RESULT))
+        self.end_ids = frozenset(token_id for token_id in end_ids if token_id is not None)
         """Tokens that end a response."""
         self.separator_ids = _after_first(between_ids, self.end_ids)
         """From a response's end token to the next user text.

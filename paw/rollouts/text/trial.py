@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError
@@ -40,8 +40,9 @@ def environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     jinja.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
-    jinja.globals["raise_exception"] = _refuse
-    jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    names = cast(dict[str, Any], jinja.globals)
+    names["raise_exception"] = _refuse
+    names["strftime_now"] = lambda form: datetime.now().strftime(form)
     return jinja
 
 

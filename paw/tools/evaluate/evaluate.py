@@ -184,7 +184,7 @@ class _Episodes:
     def add(self, episode: Episode) -> None:
         """Write an episode that has ended. Raises _GivenUp after GIVE_UP failures in a row."""
         label = episode.trajectory.task.env
-        line = {
+        line: dict[str, Any] = {
             "place": 0,  # makes it the first column; `episode_line` has its value
             "agent": self.config.own_agents.get(label, self.config.agent).type,
             "model": self.model,

@@ -129,7 +129,7 @@ class Wandb(Tracker):
 
     def open(self, run: "Run", config: dict[str, Any], previous_id: str) -> Opened:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb  # pyright: ignore[reportMissingImports]
+        import wandb
 
         settings = wandb.Settings(
             console="off",
@@ -163,7 +163,7 @@ class Trackio(Tracker):
     def open(self, run: "Run", config: dict[str, Any], previous_id: str) -> Opened:
         os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-        import trackio  # pyright: ignore[reportMissingImports]
+        import trackio
 
         trackio_run = trackio.init(
             project=run.config.tracking.project,

@@ -93,7 +93,7 @@ def ensure_warm_model(
     All `ranks` must call it. The first makes the model, on its machine.
     """
     ranks = ranks or Ranks()
-    recipe = {
+    recipe: dict[str, Any] = {
         "code": [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in MADE_BY],
         "warmup": config.warmup.model_dump(mode="json"),
         "env": config.env.model_dump(mode="json", exclude={"processes"}),
@@ -364,7 +364,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
             for parameter in group["params"]:
