@@ -1,12 +1,14 @@
 """Error messages for unknown keys, with the key that was probably meant."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from difflib import get_close_matches
 from typing import Any
 
 from paw.config.entries import Entry, entry_of
 from paw.config.keys import LISTS, Flat, built_in, flatten, keys_of, own_fields
 from paw.config.sections import ENTRIES, Config
+from paw.config.values import PluginSection
 from paw.errors import UserError, clean, nearest
 
 SYNONYMS = {
@@ -100,8 +102,9 @@ def hint(key: str, flat: Flat) -> str:
     """Say what was probably meant, as the end of an error message; "" if no key is similar.
 
     It tries, in this order: what a known key needs to apply; the new name of a former key; the
-    plug-in that has the key; our key for a name of TRL or verl; the nearest key. For a right name
-    in a wrong section, that is the nearest key of that name.
+    plug-in that has the key; our key for a name of TRL or verl; the key of that name in another
+    section; the nearest name in the section; the plug-in of another section with a key of that
+    name. If there is no such section, it takes the nearest of all keys.
     """
     list_name, _, entry_key = key.partition(".")
     if list_name in ENTRIES and entry_key:
@@ -116,10 +119,9 @@ def hint(key: str, flat: Flat) -> str:
     if FORMER_KEYS.get(section):
         return _former(f"{FORMER_KEYS[section]}.{leaf}")
 
-    choices = [choice for choice, own_keys in plugin_keys() if key in own_keys]
+    choices = [choice for choice, own_keys in plugin_keys(section) if key in own_keys]
     if choices:
-        verb = "has" if len(choices) == 1 else "have"
-        return f"; {' and '.join(choices)} {verb} it"
+        return f"; {_have(choices)} it"
     for our_key, their_names in SYNONYMS.items():
         if leaf in their_names.split():
             return f"; it is '{our_key}' here"
@@ -129,11 +131,43 @@ def hint(key: str, flat: Flat) -> str:
         of_training = [
             other_key for other_key in namesakes if not other_key.startswith(COMMANDS_SECTIONS)
         ]
-        suggestion = nearest(key, of_training or namesakes, cutoff=0.0)
-    else:
-        applying = [other_key for other_key, state in keys.items() if not state.needs]
-        suggestion = nearest(key, applying, cutoff=0.5)
-    return f"; {suggestion}" if suggestion else ""
+        return f"; {nearest(key, of_training or namesakes, cutoff=0.0)}"
+
+    applying = [other_key for other_key, state in keys.items() if not state.needs]
+    return _nearest_hint(key, applying)
+
+
+def _nearest_hint(key: str, keys: Collection[str]) -> str:
+    """Return the hint for a key whose name no key of the chosen plug-ins has.
+
+    In a section that exists, names are compared without it: most of two keys of the same long
+    section is equal, however much their names differ.
+    """
+    section, _, name = key.partition(".")
+    names = [other.removeprefix(f"{section}.") for other in keys if other.startswith(f"{section}.")]
+    if not names:
+        suggestion = nearest(key, keys, cutoff=0.5)
+        return f"; {suggestion}" if suggestion else ""
+    matches = get_close_matches(name[:255], names, n=1)
+    if matches:
+        return f"; did you mean '{section}.{matches[0]}'?"
+
+    for other_section in Config.model_fields:
+        other_key = f"{other_section}.{name}"
+        choices = [choice for choice, own in plugin_keys(other_section) if other_key in own]
+        if choices:
+            return f"; {_have(choices)} '{other_key}'"
+    base = _plugin_section(section)
+    return f"; no built-in {section}.{base.KEY} has it" if base else ""
+
+
+def _have(choices: list[str]) -> str:
+    """Join the choices as the subject of a sentence.
+
+    >>> _have(["agent.type = 'react'", "agent.type = 'reflexion'"])
+    "agent.type = 'react' and agent.type = 'reflexion' have"
+    """
+    return f"{' and '.join(choices)} {'has' if len(choices) == 1 else 'have'}"
 
 
 def _entry_hint(kind: type[Entry], entry_key: str, flat: Flat) -> str:
@@ -158,17 +192,23 @@ def _former(new_key: str | None) -> str:
     return f"; it is '{new_key}' now" if new_key else "; it was removed"
 
 
-def plugin_keys() -> Iterator[tuple[str, set[str]]]:
-    """("env.name = 'webshop'", its own keys) of each built-in plug-in. Imports all of them.
+def plugin_keys(section: str) -> Iterator[tuple[str, set[str]]]:
+    """("env.name = 'webshop'", its own keys) of each built-in plug-in of a section, or of the
+    section that it is within.
 
-    Losses are left out, because importing them loads torch, which takes seconds.
+    Imports all of them. Those that are losses load torch, which takes seconds.
     """
-    for section, field in Config.model_fields.items():
-        if section in LISTS:
-            continue
-        base: Any = field.annotation
-        if getattr(base, "KIND", "") == "losses":
-            continue
-        for name in built_in(base):
-            own_keys = {key for key, _, _ in own_fields(section, base, name)}
-            yield f"{section}.{base.KEY} = '{name}'", own_keys
+    name, _, _ = section.partition(".")
+    base = _plugin_section(name)
+    if base is None:
+        return
+    for plugin in built_in(base):
+        own_keys = {key for key, _, _ in own_fields(name, base, plugin)}
+        yield f"{name}.{base.KEY} = '{plugin}'", own_keys
+
+
+def _plugin_section(name: str) -> type[PluginSection] | None:
+    """Return the section of that name if it names a plug-in, otherwise None."""
+    field = Config.model_fields.get(name)
+    base: Any = field.annotation if field and name not in LISTS else None
+    return base if base is not None and issubclass(base, PluginSection) else None

@@ -12,7 +12,7 @@ from paw.config import Section, plugins
 from paw.config.hints import FORMER_KEYS, SYNONYMS, hint, plugin_keys
 from paw.config.keys import keys_of
 from paw.config.recipe import dump, load, recipe_names, warnings
-from paw.config.sections import Config, EnvConfig
+from paw.config.sections import Config, EnvConfig, PolicyConfig
 from paw.errors import UserError
 
 MODEL = '[model]\npath = "some/model"\n'
@@ -53,8 +53,12 @@ MEANT = {
     "policy.verl_rows": "; it is 'policy.verl_samples' now",
     "wm.horizon": "; it was removed",
     # keys of another choice
+    "env.simulator.noise": "; no built-in env.name has it",
     "env.products": "; env.name = 'webshop' has it",
     "agent.trials": "; agent.type = 'reflexion' has it",
+    "policy.omega": "; advantage.type = 'gigpo' has 'advantage.omega'",
+    # unlike any key: that "policy.clip_low" begins with the same section does not count
+    "policy.tau_down": "; no built-in policy.loss has it",
     "wm.q": "; it needs wm.loss = 'gce'",
     "critic.lr": "; it needs advantage.type = 'ppo'",
     "lora.alpha": "; it needs lora.rank",
@@ -78,13 +82,22 @@ def test_an_unknown_key_is_refused_with_what_was_meant(recipe):
 
 def test_hints_name_keys_that_exist():
     keys = set(keys_of(Config, {})) | {
-        key for _, plugin_keys_of_type in plugin_keys() for key in plugin_keys_of_type
+        key
+        for section in Config.model_fields
+        for _, keys_of_plugin in plugin_keys(section)
+        for key in keys_of_plugin
     }
     sections = {key.rpartition(".")[0] for key in keys}
     for key in [*SYNONYMS, *filter(None, FORMER_KEYS.values())]:
         assert key in keys | sections
     assert not keys & set(FORMER_KEYS)
     assert hint("webshop.products", {}) == "; it is 'env.products' now"
+
+
+def test_a_key_of_a_built_in_loss_names_the_loss(folder, monkeypatch):
+    monkeypatch.setitem(plugins.BUILT_IN["losses"], "floored", "mine:token")
+    monkeypatch.setattr(PolicyConfig, "CHOICES", (*PolicyConfig.CHOICES, "floored"))
+    assert hint("policy.floor", {}) == "; policy.loss = 'floored' has it"
 
 
 def test_a_choice_leaves_the_keys_of_the_one_before_it_behind(recipe):
