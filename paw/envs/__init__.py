@@ -5,7 +5,7 @@ from typing import Any
 from paw.config import plugins
 from paw.config.recipe import check_passwords
 from paw.config.sections import Config, EnvConfig, RunConfig
-from paw.envs.base import EnvFactory
+from paw.envs.base import EnvFactory, ScheduledFactory
 from paw.envs.curriculum import Curriculum
 from paw.envs.load import load_factory
 from paw.envs.several import Part, SeveralEnvs, named_entry
@@ -48,13 +48,14 @@ def make_factory(config: Config, env: Any = None) -> EnvFactory:
 
 def _make_one(section: EnvConfig, run: RunConfig, *, tasks_per_update: int, env: Any) -> EnvFactory:
     """Return the factory of one environment, that of `section` or a user's own `env`."""
-    name = section.name
-    if env is not None or name not in plugins.ENVS:
+    if env is not None or section.name not in plugins.ENVS:
         factory: EnvFactory = load_factory(env, section)
-    elif name == "search":  # ZeroSearch's noise grows with the updates
-        factory = plugins.load("envs", name)(section, run, tasks_per_update)
     else:
-        factory = plugins.load("envs", name)(section)
+        factory_class = plugins.load("envs", section.name)
+        if issubclass(factory_class, ScheduledFactory):
+            factory = factory_class(section, run, tasks_per_update)
+        else:
+            factory = factory_class(section)
     if section.processes:
         return _in_processes(factory, section, env)
     return factory

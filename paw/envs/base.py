@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
+from paw.config.sections import RunConfig
 from paw.errors import OURS, OthersCodeError, UserError, clean, describe, short_repr, user_location
 from paw.io.threads import Threads
 from paw.types import Outcome, Task
@@ -120,6 +121,17 @@ class EnvFactory(Protocol):
         Results with different fingerprints cannot be compared.
         """
         ...
+
+
+class ScheduledFactory(EnvFactory):
+    """A factory that comes with PaW and whose tasks change from update to update.
+
+    `make_factory` gives it the run and the number of its tasks in an update. Others get only their
+    section of the configuration.
+    """
+
+    @abstractmethod
+    def __init__(self, config: Any, run: RunConfig, tasks_per_update: int) -> None: ...
 
 
 class TaskChooser(ABC):

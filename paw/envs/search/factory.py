@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from paw.config import plugins
 from paw.config.sections import RunConfig
-from paw.envs.base import Endless, EnvFactory, Tasks, shuffled
+from paw.envs.base import Endless, ScheduledFactory, Tasks, shuffled
 from paw.envs.conversation import ConversationWrapper, Message
 from paw.envs.search import data, world
 from paw.envs.search.data import Question
@@ -33,8 +33,10 @@ WORLDS = 100
 """Number of generated worlds in compact style."""
 
 
-class SearchFactory(EnvFactory):
+class SearchFactory(ScheduledFactory):
     """The questions of files, or of generated worlds, and the retriever that answers searches.
+
+    It needs the run because ZeroSearch's noise grows with the updates.
 
     Raises UserError if env.data or env.corpus is damaged or set without the other, or if the
     retriever is missing.
