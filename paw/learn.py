@@ -89,14 +89,14 @@ class Objective:
             kl_coef=options.kl_coef,
             entropy_coef=options.entropy_coef,
             tis_cap=tis_cap,
-            ratio_bounds=options.is_mask,
+            ratio_bounds=options.importance_mask,
         )
         return cls(
             policy=policy,
             wm=wm,
             loss=loss,
             tis_cap=tis_cap,
-            ratio_bounds=options.is_mask,
+            ratio_bounds=options.importance_mask,
         )
 
 
@@ -160,7 +160,7 @@ class PolicyUpdate:
             verl_samples=run.config.policy.verl_samples,
             wm_scale=run.config.wm.scale,
             reference=run.config.policy.kl_coef > 0.0,
-            ratio_level=run.config.policy.is_level,
+            ratio_level=run.config.policy.importance_level,
         )
         # Gradients are averaged over the ranks, but the loss is summed over them.
         scaled_tokens = replace(tokens, weight=world_size * tokens.weight)

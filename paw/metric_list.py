@@ -324,12 +324,12 @@ POLICY = (
         chart=True,
     ),
     Metric(
-        name="policy/is_masked_frac",
-        label="Tokens outside policy.is_mask",
+        name="policy/importance_masked_frac",
+        label="Tokens outside policy.importance_mask",
         meaning="Share of response tokens left out because of pi_old / pi_sampler.",
         unit="%",
         ranks="sum",
-        mean_of=("is_masked", "response_tokens"),
+        mean_of=("importance_masked", "response_tokens"),
     ),
     Metric(
         name="policy/tis_capped_frac",

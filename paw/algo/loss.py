@@ -78,7 +78,8 @@ class TokenBatch:
     ref_logp: Tensor | None = None
     """log pi_ref, if kl_coef > 0."""
     sampler_gap: Tensor | None = None
-    """Mean of log pi_old - log pi_sampler over the response, if policy.is_level = "response"."""
+    """Mean of log pi_old - log pi_sampler over the response, if policy.importance_level is
+    "response"."""
     sample: Tensor | None = None
     """int64: the index of the token's sample in the batch."""
     response_gap: Tensor | None = None

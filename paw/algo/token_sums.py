@@ -62,7 +62,7 @@ def token_sums(
     if tokens.ref_logp is not None:
         sums["kl"] = k3(out.logp, tokens)[response_index].sum()
     if ratio_bounds is not None:
-        sums["is_masked"] = (is_response & outside_bounds(tokens, ratio_bounds)).sum()
+        sums["importance_masked"] = (is_response & outside_bounds(tokens, ratio_bounds)).sum()
     if tis_cap is not None:
         sums["tis_capped"] = (is_response & outside_bounds(tokens, (0.0, tis_cap))).sum()
 

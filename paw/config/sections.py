@@ -452,12 +452,12 @@ class PolicyConfig(PluginSection):
     """Truncated importance sampling: tokens are weighted by min(pi_old / pi_sampler, cap). With
     old_logp = "engine", min(pi / pi_sampler, cap) replaces PPO's clipped ratio; with any other
     loss, the cap is then refused."""
-    is_mask: tuple[Positive, Positive] | None = None
+    importance_mask: tuple[Positive, Positive] | None = None
     """Importance-sampling mask, [low, high]: tokens whose pi_old / pi_sampler is outside this range
     have no policy loss."""
-    is_level: Literal["token", "response"] = "token"
-    """Which importance-sampling ratio tis_cap and is_mask use: that of each token, or the geometric
-    mean over its response."""
+    importance_level: Literal["token", "response"] = "token"
+    """Which importance-sampling ratio tis_cap and importance_mask use: that of each token, or the
+    geometric mean over its response."""
     offload_reference: Annotated[bool, Only("policy.kl_coef"), Only("lora.rank", (0,))] = False
     """Keep the reference model in host memory, except during its log-prob pass."""
 
@@ -654,20 +654,24 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_importance_sampling(self) -> "Config":
         policy = self.policy
-        if policy.is_mask and not policy.is_mask[0] < policy.is_mask[1]:
+        if policy.importance_mask:
+            low, high = policy.importance_mask
+            if low >= high:
+                raise ValueError(
+                    f"policy.importance_mask = {[low, high]}: it must be [low, high] "
+                    "with low < high"
+                )
+        uses_ratios = policy.tis_cap or policy.importance_mask
+        if policy.importance_level == "response" and not uses_ratios:
             raise ValueError(
-                f"policy.is_mask = {list(policy.is_mask)}: it must be [low, high] with low < high"
-            )
-        uses_ratios = policy.tis_cap or policy.is_mask
-        if policy.is_level == "response" and not uses_ratios:
-            raise ValueError(
-                "policy.is_level says which ratio policy.tis_cap and policy.is_mask use; "
-                "set one of them"
+                "policy.importance_level says which ratio policy.tis_cap and "
+                "policy.importance_mask use; set one of them"
             )
         if policy.old_logp == "engine":
-            if policy.is_mask or policy.is_level == "response":
+            if policy.importance_mask or policy.importance_level == "response":
                 raise ValueError(
-                    "policy.is_mask and policy.is_level need policy.old_logp = 'trainer'"
+                    "policy.importance_mask and policy.importance_level need "
+                    "policy.old_logp = 'trainer'"
                 )
             # There pi_old is pi_sampler, so the cap has nothing to weight. For ppo it replaces the
             # clip, see `learn.Objective`.

@@ -324,7 +324,7 @@ def test_the_shares_of_tokens_that_the_sampler_s_ratio_caps_and_masks(policy, ro
     assert 0 < capped < len(ratios)
     assert 0 < masked < len(ratios)
     assert shares["policy/tis_capped_frac"] == pytest.approx(capped / len(ratios))
-    assert shares["policy/is_masked_frac"] == pytest.approx(masked / len(ratios))
+    assert shares["policy/importance_masked_frac"] == pytest.approx(masked / len(ratios))
 
 
 def token_sums_of(policy, rows, objective, budget=10**6):

@@ -50,6 +50,7 @@ MEANT = {
     "output_dir": "; it is 'run.dir' here",
     "beta": "; it is 'policy.kl_coef' here",
     # keys of earlier versions
+    "policy.is_mask": "; it is 'policy.importance_mask' now",
     "policy.verl_rows": "; it is 'policy.verl_samples' now",
     "wm.horizon": "; it was removed",
     # keys of another choice
@@ -520,14 +521,14 @@ def test_a_program_hands_over_what_it_made():
             "needs either engine.urls",
         ),
         (
-            {"policy.is_mask": "[2, 1]"},
-            r"policy.is_mask = [2.0, 1.0]: it must be [low, high] with low < high",
+            {"policy.importance_mask": "[2, 1]"},
+            r"policy.importance_mask = [2.0, 1.0]: it must be [low, high] with low < high",
         ),
         (
-            {"policy.is_mask": "[0.5, 2]", "policy.old_logp": "engine"},
+            {"policy.importance_mask": "[0.5, 2]", "policy.old_logp": "engine"},
             "need policy.old_logp = 'trainer'",
         ),
-        ({"policy.is_level": "response"}, "policy.tis_cap and policy.is_mask"),
+        ({"policy.importance_level": "response"}, "policy.tis_cap and policy.importance_mask"),
         (
             {"policy.loss": "gspo", "policy.old_logp": "engine", "policy.tis_cap": "2"},
             "policy.tis_cap and policy.loss = 'gspo' need policy.old_logp = 'trainer'",
