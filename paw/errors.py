@@ -125,8 +125,8 @@ def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:
     Lone surrogates become question marks. Line ends become spaces, so that no text can fake a line
     of progress. Passwords in URLs become ***.
 
-    >>> clean("it\\x1b[2J broke\\nstep 99/99\\u202e \\ud800!", 20)
-    'it broke step 99/99 ...'
+    >>> clean("it\\x1b[2J broke\\nupdate 99/99\\u202e \\ud800!", 22)
+    'it broke update 99/99 ...'
     """
     text = f"a {type(value).__name__} that cannot be printed"
     with quietly():

@@ -585,7 +585,7 @@ def test_every_text_is_unicode_and_a_failure_one_short_printable_line(rollouts):
         assert failure.isprintable()
         assert len(failure) < 600
         assert failure.startswith("train/0/")
-        assert "RuntimeError: $_{step 99/99  reward 9e9 step 100" in failure
+        assert "RuntimeError: $_{update 99/99  reward 9e9 update 100" in failure
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,8 @@ def test_a_dropped_connection_before_the_first_step_is_made_again(server):
         (seen("x", reward=float("nan")), "Outcome.reward is nan"),
         ('{"type": "state", "data": {}}', r"step: state \(None\)"),
         (
-            refused("EXECUTION_ERROR", "it broke\nstep 99/99"),
-            r"step: it broke step 99/99 \(EXECUTION_ERROR\)",
+            refused("EXECUTION_ERROR", "it broke\nupdate 99/99"),
+            r"step: it broke update 99/99 \(EXECUTION_ERROR\)",
         ),
         (b"\xff\xfe", "not a message of OpenEnv"),
         ("x" * (17 << 20), "the connection was lost in step"),

@@ -308,9 +308,9 @@ def test_a_liar_moves_no_cursor_and_fakes_no_progress(
     run = tmp_path / "lied"
     trained = paw_here("train", recipe, settings, {"run.name": "lied"})
     printed = trained.stdout + trained.stderr
-    assert re.search(r"environment failed: \d\$_\{step 99/99  reward 9e9 step 100/100", printed)
+    assert re.search(r"environment failed: \d\$_\{update 99/99  reward 9e9 update 100/100", printed)
     assert all(line.isprintable() for line in printed.splitlines())
-    progress = [line.split()[1] for line in printed.splitlines() if line.startswith("step ")]
+    progress = re.findall(r"^update +(\S+/\S+)", printed, re.MULTILINE)
     assert progress == ["0/2", "1/2", "2/2"]
 
     metrics = read_metrics(run)
@@ -328,7 +328,7 @@ def test_a_liar_moves_no_cursor_and_fakes_no_progress(
         evaluated = paw_here("eval", run, *options, code=None)
         lines = (evaluated.stdout + evaluated.stderr).splitlines()
         assert all(line.isprintable() for line in lines)
-    assert "step 99/99" in (tmp_path / "agent" / "results.md").read_text(encoding="utf-8")
+    assert "update 99/99" in (tmp_path / "agent" / "results.md").read_text(encoding="utf-8")
 
 
 def test_an_environment_that_changes_the_working_folder_moves_no_file(

@@ -17,7 +17,7 @@ GOOD = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ESCAPES = "{{ raise_exception('\x1b[2J\x1b]0;owned\x07no\u202e\nstep 99/99') }}"
+ESCAPES = "{{ raise_exception('\x1b[2J\x1b]0;owned\x07no\u202e\nupdate 99/99') }}"
 BROKEN = {
     "syntax": ("{% for m in messages %}{{ m['content'] }", "TemplateSyntaxError: unexpected '}'"),
     "include": ("{% include '/etc/passwd' %}" + GOOD, "no loader for this environment"),
@@ -25,7 +25,7 @@ BROKEN = {
         "{{ messages.__class__.__mro__ }}" + GOOD,
         "SecurityError: access to attribute '__class__'",
     ),
-    "raises": (ESCAPES + GOOD, "TemplateError: no step 99/99"),
+    "raises": (ESCAPES + GOOD, "TemplateError: no update 99/99"),
     "undefined": ("{{ nothing.at.all }}" + GOOD, "UndefinedError: 'nothing' is undefined"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + GOOD, "RecursionError: "),
     "range": ("{% for i in range(10 ** 9) %}{% endfor %}" + GOOD, "OverflowError: Range too big"),
@@ -84,7 +84,7 @@ def test_a_template_that_takes_all_time_or_memory_is_one_line(model, name, monke
 def test_commands_say_in_one_line_that_a_template_is_broken(model, paw_here, tmp_path):
     (model / "chat_template.jinja").write_text(BROKEN["raises"][0])
     problem = (
-        f"the chat template of '{model}' cannot be rendered: TemplateError: no step 99/99; "
+        f"the chat template of '{model}' cannot be rendered: TemplateError: no update 99/99; "
         "fix chat_template.jinja"
     )
     examined = paw_here("doctor", "--model", model, code=1)

@@ -55,12 +55,12 @@ def test_an_update_is_one_line_of_the_first_rank():
     }
     updates = [(1, METRICS | {"policy/kl": math.nan, "policy/entropy": None}), (2, evaluation)]
     first, second = Stage(updates=150).show(Progress(), *updates)
-    assert first.startswith("step   1/150  reward 3.2  success 32.0%  lambda 0.680  ")
+    assert first.startswith("update   1/150  reward 3.2  success 32.0%  lambda 0.680  ")
     assert "2,310 tok/s" in first
     assert "21.3 GiB" in first
     assert "kl" not in first
     assert "entropy" not in first
-    assert second.startswith("step   2/150  eval 41.0% of 100 games  ")
+    assert second.startswith("update   2/150  eval 41.0% of 100 games  ")
     assert "environment failures 2" in second
     assert Stage(first=False).show(Progress(), *updates) == []
 
@@ -89,7 +89,7 @@ def test_time_left_counts_updates_of_this_session_only(monkeypatch):
     now[0] += 30.0
     run.step = 51
     view.on_update(run, {})
-    assert run.said[-1] == "step  51/100  30.0 s  left 0:24:30"
+    assert run.said[-1] == "update  51/100  30.0 s  left 0:24:30"
 
 
 def test_samples_show_what_was_seen_and_expected():

@@ -26,7 +26,7 @@ from paw.envs.base import Endless, Sized, Tasks
 from paw.errors import UserError
 from paw.types import Outcome, Sample, Task
 
-FAKE = "$_{\x1b[2J\x1b]0;owned\x07step 99/99  reward 9e9\nstep 100/100  success 100.0%\r\u202e\u200b\ud800\x00}$"
+FAKE = "$_{\x1b[2J\x1b]0;owned\x07update 99/99  reward 9e9\nupdate 100/100  success 100.0%\r\u202e\u200b\ud800\x00}$"
 """Clears the screen, names the window, fakes two lines of progress, reverses the direction of the
 text, and is not valid Unicode."""
 

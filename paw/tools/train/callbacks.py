@@ -38,7 +38,7 @@ class Progress:
     """Prints a line for each update on the first rank's terminal."""
 
     def __init__(self) -> None:
-        self._step = 0
+        self._update = 0
         """The last update shown."""
         self._last = 0.0
         """Monotonic time of the last line."""
@@ -47,7 +47,7 @@ class Progress:
 
     def on_start(self, run: "Run") -> None:
         """Start the clock of the first update."""
-        self._step = run.step
+        self._update = run.step
         self._last = time.monotonic()
         self._seconds.clear()
 
@@ -56,13 +56,13 @@ class Progress:
         if not run.ranks.first:
             return
         now = time.monotonic()
-        if run.step > self._step:
+        if run.step > self._update:
             self._seconds.append(now - self._last)
         self._last = now
-        self._step = run.step
+        self._update = run.step
 
         planned = run.config.run.updates
-        texts = [f"step {run.step:>{len(str(planned))}}/{planned}"]
+        texts = [f"update {run.step:>{len(str(planned))}}/{planned}"]
         texts += _metric_texts(metrics)
         if self._seconds:
             seconds_left = sum(self._seconds) / len(self._seconds) * (planned - run.step)
