@@ -47,9 +47,9 @@ class Away(Sequence[Any]):
 
     def _refuse(self) -> NoReturn:
         raise AwayError(
-            f"these {self._length} tokens or turns are on rank {self.rank}; to have all on every rank, "
-            "an advantage estimator declares @estimator(tokens=True), a callback tokens = True "
-            "(docs/scale.md#what-a-rank-holds)"
+            f"these {self._length} tokens or turns are on rank {self.rank}; "
+            "to have all on every rank, an advantage estimator declares @estimator(tokens=True), "
+            "a callback tokens = True (docs/scale.md#what-a-rank-holds)"
         )
 
 

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def exit_code(run: Callable[[], int]) -> int:
-    """Return the exit code of `run`, or of the problem that it raised, which is one line on stderr."""
+    """Return the exit code of `run`, or of the problem that it raised (one line on stderr)."""
     _set_variables()
     try:
         return run()

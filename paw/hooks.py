@@ -29,7 +29,7 @@ class HookedRun(Protocol):
 
 @contextmanager
 def user_code(name: str, *, all_theirs: bool = False) -> Iterator[None]:
-    """`others_code` for training, where memory may run out, another rank may end or have the rows."""
+    """`others_code` for training: memory may run out, another rank may end, or have the rows."""
 
     def is_not_theirs(error: BaseException) -> bool:
         return out_of_memory(error) or lost_peer(error)

@@ -269,7 +269,7 @@ class Run(Parts, RunProgress):
         environments.shares.choose(self.step, shares)
 
     def choose_missing_shares(self) -> None:
-        """Choose the shares of the next update if the curriculum failed to do so before the stop."""
+        """Choose the shares of the next update if the curriculum failed to before the stop."""
         if isinstance(self.factory, SeveralEnvs) and self.factory.lacks_shares:
             self.factory.lacks_shares = False
             self.choose_shares()

@@ -232,7 +232,7 @@ def _take_share(
     with_observation: bool,
     skip_without_loss: bool,
 ) -> list[list[int]]:
-    """Move rows so that the work on the sequences is balanced. Return the sequences of this rank."""
+    """Move rows to balance the work on the sequences. Return the sequences of this rank."""
     shares = share_sequences(
         samples,
         packing,

@@ -26,7 +26,7 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
 
 
 def pack(tensors: Sequence[Tensor], *, pin_memory: bool) -> tuple[Tensor, list[int]]:
-    """Return a buffer [bytes] uint8 in host memory that holds the tensors, and where each starts."""
+    """Return a buffer [bytes] uint8 in host memory with the tensors, and where each starts."""
     starts: list[int] = []
     buffer_bytes = 0
     for tensor in tensors:

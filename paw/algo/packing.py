@@ -153,7 +153,7 @@ class Packing:
         return rows_of_batches
 
     def _agreed(self, divide: Callable[..., list[list[int]]]) -> list[list[int]]:
-        """Return the batches of `divide(least=...)`, as many as the rank with most of them needs."""
+        """Return the batches of `divide(least=...)`, as many as on the rank that needs most."""
         batches = divide()
         if self.ranks is None:
             return batches
@@ -178,9 +178,10 @@ def balanced_batches(
     There are at least `least` batches. A sample of n tokens costs n for the work
     that is linear in tokens, plus quadratic * n^2 for attention, or quadratic * `attended` if that
     is given. The method is longest-processing-time first (Graham 1969): samples are placed in
-    order of decreasing cost, and each goes to the batch with the least work. Batches are sorted, most
-    expensive first, so that ranks work on batches of similar cost at the same time. If there are
-    few samples, some batches are empty. A sample longer than the budget gets a batch of its own.
+    order of decreasing cost, and each goes to the batch with the least work. Batches are sorted,
+    most expensive first, so that ranks work on batches of similar cost at the same time. If there
+    are few samples, some batches are empty. A sample longer than the budget gets a batch of its
+    own.
 
     >>> balanced_batches([3, 9, 4, 10], budget=14)
     [[0, 3], [1, 2]]

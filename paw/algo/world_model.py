@@ -85,7 +85,7 @@ def select(
 
 
 def _candidates(samples: Sequence[Sample], distinct: Sequence[Hashable] | None) -> np.ndarray:
-    """Return the indices, [n] int, of samples with a target; with `distinct`, the first of each key."""
+    """Return the indices [n] of samples with a target; with `distinct`, the first of each key."""
     with_target = np.flatnonzero(column(samples, "observation_length"))
     if distinct is None:
         return with_target

@@ -131,8 +131,9 @@ def start_saving(
 
     With `background`, a thread writes it from copies in host memory. Otherwise, or if the copies
     would take more than half of the rank's available memory, it is on disk when this returns, and
-    only part of a file is in memory at a time. `tasks` is the state of the choice of tasks, as JSON,
-    if the configuration and the step do not determine it. Raises UserError if the disk refuses.
+    only part of a file is in memory at a time. `tasks` is the state of the choice of tasks, as
+    JSON, if the configuration and the step do not determine it. Raises UserError if the disk
+    refuses.
     """
     random_tensors, random_info = random_states
     state: dict[str, Any] = {}

@@ -245,7 +245,8 @@ def with_key(
     if not leaf or not isinstance(old_table, dict):
         name = f"{prefix}{kind.LIST}"
         raise UserError(
-            f"command line: '--{clean(f'{name}.{key}')}' is not a key; write --{name}.LABEL.KEY VALUE"
+            f"command line: '--{clean(f'{name}.{key}')}' is not a key; "
+            f"write --{name}.LABEL.KEY VALUE"
         )
     new_table = dict(old_table)
     list_name, _, inner_key = leaf.partition(".")

@@ -29,8 +29,8 @@ def make_factory(config: Config, env: Any = None) -> EnvFactory:
     for entry in config.envs:
         if shares.initial[entry.label] == 0:
             raise UserError(
-                f"envs.{entry.label}.share = {entry.share:g} is less than a millionth of all shares; "
-                "raise it, or leave the entry out"
+                f"envs.{entry.label}.share = {entry.share:g} is less than a millionth of all "
+                "shares; raise it, or leave the entry out"
             )
     parts: dict[str, Part] = {}
     for entry in config.envs:

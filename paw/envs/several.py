@@ -141,7 +141,7 @@ def named_entry(label: str) -> Iterator[None]:
 
 
 def parts_of(factory: EnvFactory, config: EnvConfig) -> dict[str, Part]:
-    """Return the environments of a run by the label in their tasks; a single one has the label ""."""
+    """Return the environments of a run by their label in tasks; that of a single one is ""."""
     if isinstance(factory, SeveralEnvs):
         return factory.parts
     return {"": Part(factory, config)}

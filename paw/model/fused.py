@@ -117,8 +117,8 @@ def why_not(layers: Layers, config: Config, device: torch.device) -> str:
     model = config.model
     if layers.compiled and model.compile == "auto" and model.checkpointing == "selective":
         return (
-            "model.checkpointing = 'selective' chooses among matrix products, which compiled layers "
-            "hide"
+            "model.checkpointing = 'selective' chooses among matrix products, "
+            "which compiled layers hide"
         )
     if layers.liger:
         try:

@@ -37,7 +37,7 @@ SMALL_GRADIENT = 0.1
 """Gradients count as at least this share of the average size of all gradients, because some, such
 as that of a key's bias, are only rounding errors."""
 ROWS = ((64, 33, 90), (50, 50))
-"""Lengths of the rows of each batch. The second shows whether compiled layers take other lengths."""
+"""Lengths of the rows of each batch. The second shows if compiled layers take other lengths."""
 VOCABULARY = 128
 
 

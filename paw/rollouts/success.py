@@ -30,8 +30,8 @@ def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> d
 
     The names are games, failures, failure (why the first of the `failed` episodes failed), success
     with ci_low and ci_high, return, steps, valid_actions, score (if the environment has one) and
-    success_<kind>. With [[envs]], there are also return_<label>, success_<label>, ci_low_<label> and
-    ci_high_<label>; with [[rewards]], rewards_<label>. `failed` episodes count as games without
+    success_<kind>. With [[envs]], there are also return_<label>, success_<label>, ci_low_<label>
+    and ci_high_<label>; with [[rewards]], rewards_<label>. `failed` episodes count as games without
     success, and the other means leave them out. If no episode ended, only the first three are
     returned.
     """

@@ -63,8 +63,8 @@ class OpenenvConfig(ConversationConfig):
     name: str = "openenv"
     """Which environment."""
     eval_split: str = "auto"
-    """Split to evaluate on. auto takes test, validation or valid_unseen, otherwise the server's only
-    split beside env.train_split."""
+    """Split to evaluate on. auto takes test, validation or valid_unseen, otherwise the server's
+    only split beside env.train_split."""
     url: list[Annotated[str, Field(pattern=r"^(https?|wss?)://[^/\s]+")]] = []
     """Servers of the same environment, which share the episodes. Give one http:// or ws:// address,
     or a list."""

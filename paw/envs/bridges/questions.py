@@ -174,9 +174,9 @@ class QuestionsFactory(EnvFactory):
             if split == "warmup":
                 if not self._choices:
                     raise UserError(
-                        "model.path = 'quickstart' learns to choose among right answers of env.data: "
-                        f"there are more than {FEW}, or env.score is not exact or number; "
-                        "use a pretrained model"
+                        "model.path = 'quickstart' learns to choose among right answers of "
+                        f"env.data: there are more than {FEW}, or env.score is not exact or "
+                        "number; use a pretrained model"
                     )
                 return self._set.training
             return self._set.evaluation if split == self.config.eval_split else self._set.training

@@ -96,13 +96,13 @@ SOURCES = {
     "rollout": "assumed: half the memory's rate; published: 5 ms a step at least; the longest "
     "episode has all turns",
     "score": "as the update",
-    "update": "published runs: 40 % of the card's peak with fused layers; eager ones also move what "
-    "was counted, at 73 % of the memory's rate; or the gathers, if longer",
+    "update": "published runs: 40 % of the card's peak with fused layers; eager ones also move "
+    "what was counted, at 73 % of the memory's rate; or the gathers, if longer",
     "step": "published: 0.27 s; assumed: half the memory's rate",
     "sync": "published: to servers 8.3 GB/s by NCCL, 1.6 to files; assumed: 25 into the process's "
     "own engine",
-    "host": "measured: 1.6 us a token on a CPU core, for the tokens that a rank holds, and 3.5 us a "
-    "turn of all ranks",
+    "host": "measured: 1.6 us a token on a CPU core, for the tokens that a rank holds, and 3.5 us "
+    "a turn of all ranks",
     "checkpoint": "published: 1.6 GB/s of a host; assumed: 25 of a rank, if --host-gib holds a "
     "copy; by run.save_every",
 }
@@ -169,7 +169,7 @@ class Plan(Memory):
         self.bandwidth = REACHED * memory_rate
         self.streaming = STREAMED * memory_rate
         self.layers = assumed_layers(config.model)
-        """How decoder layers are assumed to be computed: "compiled", "Liger's kernels" or "eager"."""
+        """How layers are assumed to be computed: "compiled", "Liger's kernels" or "eager"."""
         self.link = NETWORK if self.on_host < self.shards else REACHED * link_rate
         self.play = play or Play.of(config)
         self.seconds = {"rollout": self._rollout()} | self._training()
@@ -321,7 +321,7 @@ class Plan(Memory):
         }
 
     def host_seconds(self) -> tuple[float, float]:
-        """Return the seconds of a rank's core for (the tokens it holds, the numbers of all turns)."""
+        """Return a core's seconds for (the tokens that a rank holds, the numbers of all turns)."""
         turns = self.play.episodes * self.play.turns
         tokens_of_rank = turns / self.N * (self.play.length + self.play.observation)
         return tokens_of_rank * HOST_S, turns * TURN_S

@@ -245,14 +245,16 @@ def _waste_lines(best: Plan) -> Iterator[str]:
     minibatch = best.config.optim.minibatch_samples
     if minibatch < best.N:
         yield (
-            f"{best.N} cards train on {minibatch} turns a step, so {best.N - minibatch} have nothing"
-            f" to do: --optim.minibatch_samples {best.N} or more (docs/scale.md#the-next-wall)"
+            f"{best.N} cards train on {minibatch} turns a step, so {best.N - minibatch} have "
+            f"nothing to do: --optim.minibatch_samples {best.N} or more "
+            "(docs/scale.md#the-next-wall)"
         )
     own_s, everyones_s = best.host_seconds()
     if own_s < everyones_s:
         yield (
-            f"host: {everyones_s:.2f} s an update for the numbers of all turns, which more cards do"
-            f" not make less, and {own_s:.2f} s for a card's own tokens (docs/scale.md#the-next-wall)"
+            f"host: {everyones_s:.2f} s an update for the numbers of all turns, which more cards "
+            f"do not make less, and {own_s:.2f} s for a card's own tokens "
+            "(docs/scale.md#the-next-wall)"
         )
 
 

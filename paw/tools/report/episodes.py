@@ -1,8 +1,8 @@
 """The episodes of a run as the page shows them: rows of a table, and single episodes in full.
 
-The report embeds both in its page, and `paw view` sends them when they are asked for. They come from
-episodes.jsonl (training) and samples.jsonl (evaluation). Any part of a line may be missing or have
-another type, and all text is cleaned of characters that no page should show.
+The report embeds both in its page, and `paw view` sends them when they are asked for. They come
+from episodes.jsonl (training) and samples.jsonl (evaluation). Any part of a line may be missing or
+have another type, and all text is cleaned of characters that no page should show.
 """
 
 import difflib

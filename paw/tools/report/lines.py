@@ -26,8 +26,8 @@ class LineFile:
     def read_new(self) -> tuple[bool, list[tuple[int, bytes]]]:
         """Return (whether earlier lines may have changed, [(offset, line)] of new complete lines).
 
-        If they may have changed, the lines are those of the whole file. A missing file is empty, and
-        so is a pipe, which would make the reader wait.
+        If they may have changed, the lines are those of the whole file. A missing file is empty,
+        and so is a pipe, which would make the reader wait.
         """
         try:
             if not self.path.is_file():

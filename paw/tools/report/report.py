@@ -1,9 +1,9 @@
 """`paw report`: an HTML page that shows what a run learnt and did, and at what cost.
 
-Given several runs, it compares them. The page is self-contained: inline CSS, SVG and scripts, nothing
-fetched. A content security policy enforces this, because part of the text comes from environments
-and models: only the page's own scripts run, known by their digest. The template, report.html.j2,
-escapes all text. `paw view` serves the same page while a run goes on, see `Live`.
+Given several runs, it compares them. The page is self-contained: inline CSS, SVG and scripts,
+nothing fetched. A content security policy enforces this, because part of the text comes from
+environments and models: only the page's own scripts run, known by their digest. The template,
+report.html.j2, escapes all text. `paw view` serves the same page while a run goes on, see `Live`.
 """
 
 import argparse

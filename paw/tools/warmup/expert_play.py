@@ -65,7 +65,8 @@ def demonstrations(
                 raise
             except NoOracleError as error:
                 raise UserError(
-                    f"env.name = '{player.env.name}': {error}, so there is no expert play to learn from"
+                    f"env.name = '{player.env.name}': {error}, "
+                    "so there is no expert play to learn from"
                 ) from None
             except BaseException as error:
                 failed_in_a_row += 1
