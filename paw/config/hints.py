@@ -143,17 +143,19 @@ def hint(key: str, flat: Flat) -> str:
 def _nearest_hint(key: str, keys: Collection[str]) -> str:
     """Return the hint for a key whose name no key of the chosen plug-ins has.
 
-    In a section that exists, names are compared without it: most of two keys of the same long
-    section is equal, however much their names differ.
+    In a section that exists, or nearly so, names are compared without it: most of two keys of the
+    same long section is equal, however much their names differ.
     """
-    section, _, name = key.partition(".")
+    written, _, name = key.partition(".")
+    (section,) = get_close_matches(written[:255], Config.model_fields, n=1) or [written]
     names = [other.removeprefix(f"{section}.") for other in keys if other.startswith(f"{section}.")]
-    if not names:
-        suggestion = nearest(key, keys, cutoff=0.5)
-        return f"; {suggestion}" if suggestion else ""
-    matches = get_close_matches(name[:255], names, n=1)
+    longer = [other for other in names if name and other.startswith(name)]
+    matches = longer or get_close_matches(name[:255], names, n=1)
     if matches:
         return f"; did you mean '{section}.{matches[0]}'?"
+    if section != written or not names:
+        suggestion = nearest(key, keys, cutoff=0.5)
+        return f"; {suggestion}" if suggestion else ""
 
     for other_section in Config.model_fields:
         other_key = f"{other_section}.{name}"
@@ -161,7 +163,9 @@ def _nearest_hint(key: str, keys: Collection[str]) -> str:
         if choices:
             return f"; {_have(choices)} '{other_key}'"
     base = _plugin_section(section)
-    return f"; no built-in {section}.{base.KEY} has it" if base else ""
+    return (
+        f"; [{section}] has no key like it, nor has a built-in {section}.{base.KEY}" if base else ""
+    )
 
 
 def _have(choices: list[str]) -> str:

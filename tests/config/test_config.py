@@ -40,6 +40,8 @@ def problem(*arguments) -> str:
 
 MEANT = {
     "optim.lrr": "; did you mean 'optim.lr'?",
+    "policy.kl": "; did you mean 'policy.kl_coef'?",  # the beginning of a name
+    "polcy.kl": "; did you mean 'policy.kl_coef'?",
     "rollout.lr": "; did you mean 'optim.lr'?",  # a right name in the wrong section
     "lr": "; did you mean 'optim.lr'?",
     "zzzqqq": "",
@@ -59,7 +61,7 @@ MEANT = {
     "agent.trials": "; agent.type = 'reflexion' has it",
     "policy.omega": "; advantage.type = 'gigpo' has 'advantage.omega'",
     # unlike any key: that "policy.clip_low" begins with the same section does not count
-    "policy.tau_down": "; no built-in policy.loss has it",
+    "policy.tau_down": "; [policy] has no key like it, nor has a built-in policy.loss",
     "wm.q": "; it needs wm.loss = 'gce'",
     "critic.lr": "; it needs advantage.type = 'ppo'",
     "lora.alpha": "; it needs lora.rank",
