@@ -148,6 +148,8 @@ def _nearest_hint(key: str, keys: Collection[str]) -> str:
     """
     written, _, name = key.partition(".")
     (section,) = get_close_matches(written[:255], Config.model_fields, n=1) or [written]
+    if section in Config.model_fields and not name:
+        return f"; did you mean the section [{section}]?"
     names = [other.removeprefix(f"{section}.") for other in keys if other.startswith(f"{section}.")]
     longer = [other for other in names if name and other.startswith(name)]
     matches = longer or get_close_matches(name[:255], names, n=1)

@@ -41,7 +41,7 @@ def problem(*arguments) -> str:
 MEANT = {
     "optim.lrr": "; did you mean 'optim.lr'?",
     "policy.kl": "; did you mean 'policy.kl_coef'?",  # the beginning of a name
-    "polcy.kl": "; did you mean 'policy.kl_coef'?",
+    "polcy": "; did you mean the section [policy]?",
     "rollout.lr": "; did you mean 'optim.lr'?",  # a right name in the wrong section
     "lr": "; did you mean 'optim.lr'?",
     "zzzqqq": "",
@@ -56,7 +56,7 @@ MEANT = {
     "policy.verl_rows": "; it is 'policy.verl_samples' now",
     "wm.horizon": "; it was removed",
     # keys of another choice
-    "env.simulator.noise": "; no built-in env.name has it",
+    "env.simulator.noise": "; [env] has no key like it, nor has a built-in env.name",
     "env.products": "; env.name = 'webshop' has it",
     "agent.trials": "; agent.type = 'reflexion' has it",
     "policy.omega": "; advantage.type = 'gigpo' has 'advantage.omega'",
