@@ -1,4 +1,4 @@
-"""What the benchmarks share: the folder of results, reading and writing them, the `paw` command, the machine's name."""
+"""Shared by the benchmarks: reading and writing results, the `paw` command, the machine's name."""
 
 import csv
 import json
@@ -14,44 +14,44 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 
 
-def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes a CSV with the columns of all rows, in the order in which they first appear."""
-    columns = dict.fromkeys(key for row in rows for key in row)
+def write(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Writes a CSV with the columns of all records, in the order in which they first appear."""
+    columns = dict.fromkeys(column for record in records for column in record)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(records)
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV."""
+    """The rows of a CSV, by column."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def flags(options: Mapping[str, object]) -> list[object]:
-    """Settings as words of a command line.
+    """Settings as command-line arguments.
 
     >>> flags({"run.seed": 1, "run.dir": "runs"})
     ['--run.seed', 1, '--run.dir', 'runs']
     """
-    words: list[object] = []
+    arguments: list[object] = []
     for key, value in options.items():
-        words += [f"--{key}", value]
-    return words
+        arguments += [f"--{key}", value]
+    return arguments
 
 
-def paw(*words: object) -> str:
-    """The standard output of `paw WORDS`."""
-    command = [sys.executable, "-m", "paw", *map(str, words)]
+def paw(*arguments: object) -> str:
+    """The standard output of `paw ARGUMENTS`."""
+    command = [sys.executable, "-m", "paw", *map(str, arguments)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
 
 
-def evaluate(model: Path | str, *words: object) -> dict[str, float]:
-    """Success of a model on its evaluation games, with its 95 % interval: columns of a table."""
-    evaluation = json.loads(paw("eval", model, *words, "--json"))
+def evaluate(model: Path | str, *arguments: object) -> dict[str, float]:
+    """Columns with a model's success on its evaluation games and the 95 % interval."""
+    evaluation = json.loads(paw("eval", model, *arguments, "--json"))
     columns = ("temperature", "success", "ci_low", "ci_high", "games")
-    return {name: round(evaluation[name], 4) for name in columns}
+    return {column: round(evaluation[column], 4) for column in columns}
 
 
 def commit(*measured: str) -> str:
@@ -66,10 +66,10 @@ def commit(*measured: str) -> str:
 
     if not shutil.which("git"):
         return "unknown"
-    head = git("log", "-1", "--format=%h")
-    if not head:
+    last_commit = git("log", "-1", "--format=%h")
+    if not last_commit:
         return "unknown"
-    return f"{head}-dirty" if git("status", "--porcelain") else head
+    return f"{last_commit}-dirty" if git("status", "--porcelain") else last_commit
 
 
 def cpu_name() -> str:

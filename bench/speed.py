@@ -1,11 +1,11 @@
-"""What must be quick on any machine: `paw --help`, `import paw`, and a step of a household.
+"""What must be fast on any machine: `paw --help`, `import paw`, and a household's step.
 
     python bench/speed.py
 
-Measures processor seconds, on which other work on the machine has little effect. `paw --help`
-should stay under half a second, and a household should make more than 20,000 steps a second. Exits
-with 1 if either does not. Tests check what this rests on (no library is imported), not the seconds,
-which differ from machine to machine.
+Measures processor seconds, which other work on the machine hardly affects. `paw --help` should take
+less than half a second, and a household should make more than 20,000 steps a second. Exits with 1 if
+either is too slow. Tests do not check the seconds, which differ from machine to machine, but what
+makes them possible: that no library is imported.
 """
 
 import os
@@ -25,45 +25,47 @@ HELP_S = 0.5
 STEPS_A_SECOND = 20_000
 HOUSEHOLDS = 20
 COMMANDS = 50
-"""Of each household."""
+"""Commands played in each household."""
 REPEATS = 5
 
 
-def processor_seconds(*words: str) -> float:
-    """Processor seconds of a child, the best of REPEATS: the first may compile bytecode."""
+def processor_seconds(*arguments: str) -> float:
+    """Processor seconds of a Python process, the best of REPEATS. The first may compile bytecode."""
     seconds = []
     for _ in range(REPEATS):
-        child = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        if child.returncode:
-            raise SystemExit(f"{' '.join(words)}: exit code {child.returncode}")
+        process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise SystemExit(f"{' '.join(arguments)}: exit code {process.returncode}")
         seconds.append(usage.ru_utime + usage.ru_stime)
     return min(seconds)
 
 
 def household_steps() -> float:
-    """Steps a second, the best of REPEATS, reading the admissible commands and the win flag after
-    each."""
+    """Steps a second, the best of REPEATS.
+
+    After each step, the admissible commands and the win flag are read.
+    """
     rng = random.Random(0)
     episodes = [play(seed, rng) for seed in range(HOUSEHOLDS)]
 
-    best = 0.0
+    most_steps_a_second = 0.0
     for _ in range(REPEATS):
-        start = time.process_time()
+        started = time.process_time()
         for household, commands in episodes:
             household.reset()
             for command in commands:
                 household.step(command)
                 assert household.admissible
                 assert household.won is not None
-        seconds = time.process_time() - start
-        best = max(best, HOUSEHOLDS * COMMANDS / seconds)
-    return best
+        seconds = time.process_time() - started
+        most_steps_a_second = max(most_steps_a_second, HOUSEHOLDS * COMMANDS / seconds)
+    return most_steps_a_second
 
 
 def play(seed: int, rng: random.Random) -> tuple[Household, list[str]]:
-    """A household and COMMANDS commands played in it, a third of them by the oracle."""
+    """A household and COMMANDS commands played in it, about a third of them the oracle's."""
     household = Household(*games("train", 0, 1, seed=seed))
     commands = []
     for _ in range(COMMANDS):
@@ -76,12 +78,12 @@ def play(seed: int, rng: random.Random) -> tuple[Household, list[str]]:
 def main() -> int:
     help_s = processor_seconds("-m", "paw", "--help")
     import_s = processor_seconds("-c", "import paw")
-    steps = household_steps()
+    steps_a_second = household_steps()
     print(f"paw --help: {help_s:.2f} s (at most {HELP_S:g})")
     print(f"import paw: {import_s:.2f} s")
-    print(f"household: {steps:,.0f} steps a second (at least {STEPS_A_SECOND:,})")
-    quick = help_s <= HELP_S and steps >= STEPS_A_SECOND
-    return 0 if quick else 1
+    print(f"household: {steps_a_second:,.0f} steps a second (at least {STEPS_A_SECOND:,})")
+    is_quick = help_s <= HELP_S and steps_a_second >= STEPS_A_SECOND
+    return 0 if is_quick else 1
 
 
 if __name__ == "__main__":

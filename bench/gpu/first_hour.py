@@ -1,14 +1,14 @@
-"""A GPU's first hour: everything of PaW that waits for one, measured by one command.
+"""A GPU's first hour: one command measures everything in PaW that needs a GPU.
 
     make gpu                                      # python bench/gpu/first_hour.py
     python bench/gpu/first_hour.py --list         # prints the commands, runs nothing
     python bench/gpu/first_hour.py --only update  # parts with a word in their name; other rows stay
-    python bench/gpu/first_hour.py --page         # renews the table of docs/gpu.md
+    python bench/gpu/first_hour.py --page         # updates the table in docs/gpu.md
 
-Each part is a process of its own. One that fails, lacks a library or runs out of memory or time
-costs its own rows, which say so. The table is printed and written to
-bench/results/gpu_<device>.csv, after each part. Logs are in build/gpu/. Exit code 2 without a GPU,
-1 if a part failed, 130 after Ctrl-C, otherwise 0.
+Each part runs in its own process. A part that fails, lacks a library, or runs out of memory or time
+loses only its own rows, and they say why. The table is written to bench/results/gpu_<device>.csv
+after each part and printed at the end. Logs are in build/gpu/. The exit code is 2 without a GPU,
+1 if a part failed, 130 after Ctrl-C, and otherwise 0.
 """
 
 import argparse
@@ -35,14 +35,14 @@ PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- python bench/gpu/first_hour.py --page -->", "<!-- end -->"
 NOT_MEASURED = "not measured"
 TICK_S = 1.0
-"""Seconds between two looks at a part that runs."""
+"""Seconds between two checks of a running part."""
 GRACE_S = 10.0
-"""Seconds that a part has to end after SIGTERM."""
+"""Seconds a part is given to end after SIGTERM."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """A value of the table, or why it is missing."""
+class Measurement:
+    """A row of the table: a value, or why it is missing."""
 
     part: str
     case: str
@@ -56,27 +56,27 @@ class Row:
         return self.part, self.case, self.measure
 
 
-def empty_rows(chosen: Sequence[Part]) -> list[Row]:
-    """The rows of these parts, without values."""
-    rows = []
+def without_values(chosen: Sequence[Part]) -> list[Measurement]:
+    """The measurements that these parts make, without values."""
+    measurements = []
     for part in chosen:
         for case, measures in part.cases.items():
             for measure, unit in measures.items():
-                rows.append(Row(part.name, case, measure, unit))
-    return rows
+                measurements.append(Measurement(part.name, case, measure, unit))
+    return measurements
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    every = parts(options.model)
+    all_parts = parts(options.model)
     if options.page:
         page = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(with_table(page), encoding="utf-8")
         return 0
-    chosen = [part for part in every if matches(part, options.only)]
+    chosen = [part for part in all_parts if matches(part, options.only)]
     if not chosen:
-        names = ", ".join(dict.fromkeys(part.name for part in every))
-        to_stderr(f"--only {' '.join(options.only)}: no part has that in its name: {names}")
+        part_names = ", ".join(dict.fromkeys(part.name for part in all_parts))
+        to_stderr(f"--only {' '.join(options.only)}: no part has that in its name: {part_names}")
         return 2
     if options.list:
         for part in chosen:
@@ -88,10 +88,10 @@ def main(arguments: list[str] | None = None) -> int:
         reason = facts.get("error") or f"torch {facts['torch']} sees none"
         to_stderr(f"make gpu: no GPU: {reason} (paw doctor says what is installed)")
         return 2
-    name = facts["device"].lower().replace(" ", "_").replace("/", "_")
-    table = options.out or RESULTS / f"gpu_{name}.csv"
+    device_name = facts["device"].lower().replace(" ", "_").replace("/", "_")
+    table_path = options.out or RESULTS / f"gpu_{device_name}.csv"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
-    return measure(every, chosen, facts, table, options.logs)
+    return measure(all_parts, chosen, facts, table_path, options.logs)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -100,8 +100,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="parts to run")
     parser.add_argument("--list", action="store_true", help="print the commands, run nothing")
-    parser.add_argument("--page", action="store_true", help=f"renew the table of {PAGE.name}")
-    parser.add_argument("--model", default=MODEL, help="a shape, or quickstart: a tiny model")
+    parser.add_argument("--page", action="store_true", help=f"update the table in {PAGE.name}")
+    parser.add_argument(
+        "--model", default=MODEL, help="a known shape, or quickstart for a tiny model"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, help="CSV file (default: in bench/results)")
     parser.add_argument("--logs", type=Path, default=LOGS, help="folder of the parts' output")
@@ -109,8 +111,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def matches(part: Part, words: Sequence[str]) -> bool:
-    """Whether the part is chosen: without words every part is."""
-    return not words or any(word in part.name or word in part.cases for word in words)
+    """Whether a name of the part contains one of the words. Without words, every part matches."""
+    return not words or any(wanted in part.name or wanted in part.cases for wanted in words)
 
 
 def machine() -> dict[str, str]:
@@ -118,22 +120,26 @@ def machine() -> dict[str, str]:
     command = [sys.executable, "bench/gpu/machine.py"]
     answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if answer.returncode:
-        lines = answer.stderr.strip().splitlines() or ["no output"]
-        return {"error": clean(lines[-1], 200)}
+        error_lines = answer.stderr.strip().splitlines() or ["no output"]
+        return {"error": clean(error_lines[-1], 200)}
     return json.loads(answer.stdout)
 
 
 def measure(
-    every: Sequence[Part],
+    all_parts: Sequence[Part],
     chosen: Sequence[Part],
     facts: dict[str, str],
-    table: Path,
+    table_path: Path,
     logs: Path,
 ) -> int:
     """Run the chosen parts, write and print the table. Returns the exit code."""
     logs.mkdir(parents=True, exist_ok=True)
-    rows = {row.key: row for row in empty_rows(every)}
-    rows |= {row.key: row for row in earlier_rows(table, facts) if row.key in rows}
+    measurements = {measurement.key: measurement for measurement in without_values(all_parts)}
+    measurements |= {
+        measurement.key: measurement
+        for measurement in earlier_measurements(table_path, facts)
+        if measurement.key in measurements
+    }
     exit_code = 0
     for number, part in enumerate(chosen, 1):
         cases = ", ".join(part.cases) if len(part.cases) < 3 else f"{len(part.cases)} cases"
@@ -142,72 +148,75 @@ def measure(
         try:
             measured = run(part, logs)
         except KeyboardInterrupt:
-            measured = [replace(row, reason="interrupted") for row in empty_rows([part])]
+            measured = [
+                replace(missing, reason="interrupted") for missing in without_values([part])
+            ]
             exit_code = 130
-        rows |= {row.key: row for row in measured}
-        save(table, list(rows.values()), facts)
-        missing = {row.reason for row in measured if row.value is None}
-        outcome = "; ".join(sorted(missing)) or "measured"
+        measurements |= {measurement.key: measurement for measurement in measured}
+        save(table_path, list(measurements.values()), facts)
+        reasons = {measurement.reason for measurement in measured if measurement.value is None}
+        outcome = "; ".join(sorted(reasons)) or "measured"
         print(f"    {time.monotonic() - started:.0f} s: {outcome}", flush=True)
         if exit_code:
             break
     print()
-    print(markdown(list(rows.values()), facts))
-    print(f"\n{table} has the values: send it in with a pull request. Logs: {logs}")
-    if not exit_code and any(failed(row) for row in rows.values()):
+    print(markdown(list(measurements.values()), facts))
+    print(f"\n{table_path} has the values: send it in with a pull request. Logs: {logs}")
+    if not exit_code and any(failed(measurement) for measurement in measurements.values()):
         exit_code = 1
     return exit_code
 
 
-def failed(row: Row) -> bool:
-    """Whether the row names a fault, not a library that is missing."""
-    if row.measure in ("failed", "exit_code") and row.value:
+def failed(measurement: Measurement) -> bool:
+    """Whether the measurement reports a fault, rather than a missing library."""
+    if measurement.measure in ("failed", "exit_code") and measurement.value:
         return True
-    return row.reason.startswith(("exit code", "stopped"))
+    return measurement.reason.startswith(("exit code", "stopped"))
 
 
-def run(part: Part, logs: Path) -> list[Row]:
-    """Run a part. Returns its rows, each with a value or a reason."""
+def run(part: Part, logs: Path) -> list[Measurement]:
+    """Run a part. Returns its measurements, each with a value or a reason."""
     for module, package in part.needs.items():
         if not importlib.util.find_spec(module):
             reason = f"{module} is not installed: pip install {package}"
-            return [replace(row, reason=reason) for row in empty_rows([part])]
+            return [replace(missing, reason=reason) for missing in without_values([part])]
 
-    out = logs / part.out if part.out else logs / "nothing"
-    out.unlink(missing_ok=True)
-    words = [word.replace("{out}", str(out)) for word in part.command]
-    slug = part.out.partition(".")[0] or part.name.replace(" ", "-")
-    log = logs / f"{slug}.log"
-    exit_code, why_stopped = run_process([sys.executable, *words], log, minutes=part.minutes)
+    output_path = logs / part.out if part.out else logs / "nothing"
+    output_path.unlink(missing_ok=True)
+    arguments = [argument.replace("{out}", str(output_path)) for argument in part.command]
+    log_name = part.out.partition(".")[0] or part.name.replace(" ", "-")
+    log_path = logs / f"{log_name}.log"
+    exit_code, why_stopped = run_process(
+        [sys.executable, *arguments], log_path, minutes=part.minutes
+    )
 
-    reading = part.read(out, exit_code)
+    reading = part.read(output_path, exit_code)
     reason = why_stopped
     if not reason and exit_code:
-        reason = f"exit code {exit_code}: {last_line(log)}"
-    rows = []
-    for row in empty_rows([part]):
-        value = reading.values.get((row.case, row.measure))
-        if why_stopped and row.measure == "exit_code":
+        reason = f"exit code {exit_code}: {last_line(log_path)}"
+    measurements = []
+    for measurement in without_values([part]):
+        value = reading.values.get((measurement.case, measurement.measure))
+        if why_stopped and measurement.measure == "exit_code":
             value = None
-        if value is None:
-            row_reason = (
-                reading.reasons.get(row.case) or reason or "not installed, or not for this GPU"
-            )
-            rows.append(replace(row, reason=row_reason))
-        else:
-            rows.append(replace(row, value=value))
-    return rows
+        if value is not None:
+            measurements.append(replace(measurement, value=value))
+            continue
+        why_missing = reading.reasons.get(measurement.case) or reason
+        why_missing = why_missing or "not installed, or not for this GPU"
+        measurements.append(replace(measurement, reason=why_missing))
+    return measurements
 
 
-def run_process(command: list[str], log: Path, *, minutes: float) -> tuple[int, str]:
-    """Run a command, its output in `log`. Returns (exit code, why it was stopped or "").
+def run_process(command: list[str], log_path: Path, *, minutes: float) -> tuple[int, str]:
+    """Run a command with its output in a log. Returns (exit code, why it was stopped or "").
 
-    It runs in a process group of its own, which is ended with it. On a terminal, a line shows the
-    seconds and the last line of its output.
+    The command runs in its own process group, which ends with it. On a terminal, a line shows the
+    elapsed seconds and the last line of the output.
     """
     limit_s = 60 * minutes
     started = time.monotonic()
-    with log.open("wb") as output:
+    with log_path.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
         )
@@ -217,9 +226,10 @@ def run_process(command: list[str], log: Path, *, minutes: float) -> tuple[int, 
                     return process.wait(timeout=TICK_S), ""
                 except subprocess.TimeoutExpired:
                     seconds = time.monotonic() - started
-                    show(f"    {seconds:.0f} s: {last_line(log)}")
+                    show(f"    {seconds:.0f} s: {last_line(log_path)}")
                 if seconds > limit_s:
-                    return -signal.SIGTERM, f"stopped after {minutes:g} minutes: {last_line(log)}"
+                    why = f"stopped after {minutes:g} minutes: {last_line(log_path)}"
+                    return -signal.SIGTERM, why
         finally:
             show("")
             end_group(process)
@@ -238,86 +248,97 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def show(line: str) -> None:
-    """Replace the last line of a terminal. Elsewhere nothing is printed."""
+    """Replace the last line of the terminal. Prints nothing if the output is not a terminal."""
     if sys.stdout.isatty():
         print(f"\r\x1b[K{line[:100]}", end="", flush=True)
 
 
-def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 4096))
-        lines = file.read().decode(errors="replace").splitlines()
-    for line in reversed(lines):
+def last_line(log_path: Path) -> str:
+    """The last line of a log that is not blank."""
+    with log_path.open("rb") as log_file:
+        log_file.seek(max(0, log_path.stat().st_size - 4096))
+        last_lines = log_file.read().decode(errors="replace").splitlines()
+    for line in reversed(last_lines):
         if line.strip():
             return clean(line.strip(), 160)
     return "no output"
 
 
-def save(table: Path, rows: Sequence[Row], facts: dict[str, str]) -> None:
-    lines = []
-    for row in rows:
-        value = "" if row.value is None else f"{row.value:.6g}"
-        reason = row.reason
-        if row.value is None and not reason:
+def save(table_path: Path, measurements: Sequence[Measurement], facts: dict[str, str]) -> None:
+    records = []
+    for measurement in measurements:
+        value_text = "" if measurement.value is None else f"{measurement.value:.6g}"
+        reason = measurement.reason
+        if measurement.value is None and not reason:
             reason = NOT_MEASURED
-        line = {"part": row.part, "case": row.case, "measure": row.measure, "unit": row.unit}
-        lines.append(line | {"value": value, "reason": reason} | facts)
-    write(table, lines)
+        record = {
+            "part": measurement.part,
+            "case": measurement.case,
+            "measure": measurement.measure,
+            "unit": measurement.unit,
+        }
+        records.append(record | {"value": value_text, "reason": reason} | facts)
+    write(table_path, records)
 
 
-def earlier_rows(table: Path, facts: dict[str, str]) -> list[Row]:
-    """The rows of a table that was written on the same machine by the same versions."""
-    if not table.exists():
+def earlier_measurements(table_path: Path, facts: dict[str, str]) -> list[Measurement]:
+    """The measurements in a table that were made on the same machine by the same versions."""
+    if not table_path.exists():
         return []
-    rows = []
-    for line in read(table):
-        if facts.items() <= line.items():
-            value = float(line["value"]) if line["value"] else None
-            reason = "" if line["reason"] == NOT_MEASURED else line["reason"]
-            rows.append(
-                Row(line["part"], line["case"], line["measure"], line["unit"], value, reason)
+    measurements = []
+    for record in read(table_path):
+        if facts.items() <= record.items():
+            value = float(record["value"]) if record["value"] else None
+            reason = "" if record["reason"] == NOT_MEASURED else record["reason"]
+            measurement = Measurement(
+                part=record["part"],
+                case=record["case"],
+                measure=record["measure"],
+                unit=record["unit"],
+                value=value,
+                reason=reason,
             )
-    return rows
+            measurements.append(measurement)
+    return measurements
 
 
-def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
-    """The table: a line for each case, with its values or the reason why there are none."""
+def markdown(measurements: Sequence[Measurement], facts: dict[str, str]) -> str:
+    """The table: a line for each case, with its values or the reason why they are missing."""
     lines = []
     if facts:
-        known = [f"{name} {value}" for name, value in facts.items() if value]
-        lines += [", ".join(known), ""]
+        known_facts = [f"{fact} {value}" for fact, value in facts.items() if value]
+        lines += [", ".join(known_facts), ""]
     lines += ["| what | case | measured |", "|---|---|---|"]
-    cases: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        cases.setdefault((row.part, row.case), []).append(row)
+    cases: dict[tuple[str, str], list[Measurement]] = {}
+    for measurement in measurements:
+        cases.setdefault((measurement.part, measurement.case), []).append(measurement)
     for (part, case), of_case in cases.items():
         lines.append(f"| {part} | {case} | {result(of_case)} |")
     return "\n".join(lines)
 
 
-def result(of_case: Sequence[Row]) -> str:
+def result(of_case: Sequence[Measurement]) -> str:
     """The values of a case with their units."""
-    texts = []
-    for row in of_case:
-        if row.value is not None:
-            number = f"{row.value:,.0f}" if row.value >= 1000 else f"{row.value:.4g}"
-            texts.append(f"{number} {row.unit}")
-    if texts:
-        return ", ".join(texts)
-    units = ", ".join(row.unit for row in of_case)
-    return (
-        f"{NOT_MEASURED}: {of_case[0].reason}" if of_case[0].reason else f"{NOT_MEASURED} ({units})"
-    )
+    values = []
+    for measurement in of_case:
+        if measurement.value is not None:
+            number_format = ",.0f" if measurement.value >= 1000 else ".4g"
+            values.append(f"{measurement.value:{number_format}} {measurement.unit}")
+    if values:
+        return ", ".join(values)
+    units = ", ".join(measurement.unit for measurement in of_case)
+    if of_case[0].reason:
+        return f"{NOT_MEASURED}: {of_case[0].reason}"
+    return f"{NOT_MEASURED} ({units})"
 
 
 def with_table(page: str) -> str:
-    """The page with the table of today, no value of which is measured."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
+    """The page with the current table, in which no value has been measured."""
+    before, begin_mark, rest = page.partition(BEGIN)
+    _, end_mark, after = rest.partition(END)
+    if not begin_mark or not end_mark:
         raise SystemExit(f"{PAGE}: {BEGIN} and {END} are missing")
-    table = markdown(empty_rows(parts()), {})
+    table = markdown(without_values(parts()), {})
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 

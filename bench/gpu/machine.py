@@ -1,6 +1,7 @@
-"""Prints, as JSON, what a table of measurements says about its machine: GPUs, driver, versions.
+"""Prints as JSON what a table of measurements says about the machine: GPUs, driver, versions.
 
-A process of its own, so that no CUDA context stays behind and takes memory from the measurements.
+This is a separate process, so that no CUDA context stays behind and takes memory from the
+measurements.
 """
 
 import importlib.metadata
@@ -21,9 +22,9 @@ PACKAGES = ("triton", "vllm", "flash-attn", "transformers")
 
 
 def facts() -> dict[str, str]:
-    """The columns of the table that are the same in every row. `gpus` is "0" without a GPU."""
+    """The columns that are the same in every row of the table. `gpus` is "0" without a GPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    named = {
+    columns = {
         "device": cpu_name(),
         "gpus": str(gpus),
         "gib": "",
@@ -34,11 +35,11 @@ def facts() -> dict[str, str]:
     }
     if gpus:
         properties = torch.cuda.get_device_properties(0)
-        named["device"] = properties.name
-        named["gib"] = f"{properties.total_memory / 2**30:.1f}"
+        columns["device"] = properties.name
+        columns["gib"] = f"{properties.total_memory / 2**30:.1f}"
     for package in PACKAGES:
-        named[package] = _version(package)
-    return named | {"paw": _version("paw-trainer"), "commit": commit("paw", "kernels", "csrc")}
+        columns[package] = _version(package)
+    return columns | {"paw": _version("paw-trainer"), "commit": commit("paw", "kernels", "csrc")}
 
 
 def _version(package: str) -> str:
@@ -49,7 +50,7 @@ def _version(package: str) -> str:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's driver, or "" if nvidia-smi does not say."""
+    """The version of NVIDIA's driver, or "" if nvidia-smi does not report it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)

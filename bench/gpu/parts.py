@@ -1,4 +1,4 @@
-"""What `make gpu` measures: for each part its command, the rows of the table, and their reader."""
+"""What `make gpu` measures: each part's command, its rows in the table, and the reader of its results."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -10,7 +10,7 @@ from bench.common import read
 
 MODEL = "Qwen2.5-0.5B"
 HEAD = "151936x896"
-"""Words x width of the head of that model."""
+"""Vocabulary x width of that model's head."""
 UPDATE_KEYS: dict[str, dict[str, str]] = {
     "neither": {},
     "model.compile": {"model.compile": "true"},
@@ -19,7 +19,7 @@ UPDATE_KEYS: dict[str, dict[str, str]] = {
     "neither, flash-attn": {"model.attention": "flash"},
     "neither, torch's varlen": {"model.attention": "varlen"},
 }
-"""Case -> keys in place of those of PLAIN."""
+"""Case -> keys that replace those of PLAIN."""
 PLAIN = {
     "model.compile": "false",
     "optim.share_prefixes": "never",
@@ -29,7 +29,7 @@ UPDATE = {"update": "s", "tokens": "tokens/s", "peak": "GiB", "first": "s the fi
 SERVER = {"update": "s", "rollout": "s rollout", "score": "s score", "sync": "s sync"}
 KERNEL = {"ms": "ms", "peak_mib": "MiB"}
 REFERENCE = {"head": "Llama-3.1-8B", "T": "4096", "mode": "forward + backward"}
-"""Columns of the rows of bench/kernels/compare.py that the table shows."""
+"""Columns that the rows of bench/kernels/compare.py must have to be shown."""
 IMPLEMENTATIONS = (
     "paw[triton]",
     "paw[cuda]",
@@ -42,31 +42,31 @@ IMPLEMENTATIONS = (
 
 @dataclass
 class Reading:
-    """What a command's files say."""
+    """What the files written by a command say."""
 
     values: dict[tuple[str, str], float] = field(default_factory=dict)
-    """(case, measure) -> value, of what was measured."""
+    """(case, measure) -> measured value."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Case -> why it was not measured, if the files say so."""
+    """Case -> why it was not measured, if the files say why."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process and the rows that it fills."""
+    """A process and the rows that it fills."""
 
     name: str
     command: tuple[str, ...]
-    """Words after `python`. {out} stands for the file that it writes."""
+    """Arguments of `python`. {out} stands for the file that the process writes."""
     cases: Mapping[str, Mapping[str, str]]
     """Case -> measure -> unit: the rows of the table."""
     read: Callable[[Path, int], Reading]
-    """(the file that it wrote, its exit code) -> what was measured. The file may be absent."""
+    """(file that the process wrote, exit code) -> what was measured. The file may be missing."""
     minutes: float
-    """After these it is stopped."""
+    """The process is stopped after this time."""
     needs: Mapping[str, str] = field(default_factory=dict)
-    """Module -> what installs it. Without one, the part is not run."""
+    """Module -> what installs it. If one is missing, the part is not run."""
     out: str = ""
-    """The name of {out}."""
+    """The file name of {out}."""
 
 
 def parts(model: str = MODEL) -> list[Part]:
@@ -99,9 +99,9 @@ def parts(model: str = MODEL) -> list[Part]:
             name="head, Llama-3.1-8B, T 4096",
             command=("bench/kernels/compare.py", "--quick", "--out", "{out}"),
             cases={
-                f"{name}, f {live}": KERNEL
-                for name in IMPLEMENTATIONS
-                for live in (("1.0", "0.4") if name.startswith("paw") else ("1.0",))
+                f"{implementation}, f {live_share}": KERNEL
+                for implementation in IMPLEMENTATIONS
+                for live_share in (("1.0", "0.4") if implementation.startswith("paw") else ("1.0",))
             },
             read=read_kernels,
             minutes=20,
@@ -130,10 +130,10 @@ def _update_part(model: str, case: str, keys: Mapping[str, str]) -> Part:
             reading.values = {(case, measure): measured[measure] for measure in UPDATE}
         return reading
 
-    words = [f"{key}={value}" for key, value in keys.items()]
+    key_words = [f"{key}={value}" for key, value in keys.items()]
     return Part(
         name=f"update of {model}",
-        command=("bench/gpu/updates.py", "--model", model, "--out", "{out}", "--keys", *words),
+        command=("bench/gpu/updates.py", "--model", model, "--out", "{out}", "--keys", *key_words),
         cases={case: UPDATE},
         read=read_update,
         minutes=15,
@@ -143,42 +143,43 @@ def _update_part(model: str, case: str, keys: Mapping[str, str]) -> Part:
 
 
 def read_tests(path: Path, exit_code: int) -> Reading:
-    """Numbers of tests of a JUnit file. Failed are those with errors too."""
+    """The numbers of tests in a JUnit file. Tests with errors count as failed."""
     case = "pytest -m gpu"
     if not path.exists():
         return Reading()
     totals = {"tests": 0, "failed": 0, "skipped": 0}
-    for suite in ET.parse(path).iter("testsuite"):
-        totals["tests"] += int(suite.get("tests", "0"))
-        totals["failed"] += int(suite.get("failures", "0")) + int(suite.get("errors", "0"))
-        totals["skipped"] += int(suite.get("skipped", "0"))
+    for test_suite in ET.parse(path).iter("testsuite"):
+        totals["tests"] += int(test_suite.get("tests", "0"))
+        totals["failed"] += int(test_suite.get("failures", "0"))
+        totals["failed"] += int(test_suite.get("errors", "0"))
+        totals["skipped"] += int(test_suite.get("skipped", "0"))
     passed = totals["tests"] - totals["failed"] - totals["skipped"]
     values = {"passed": passed, "failed": totals["failed"], "skipped": totals["skipped"]}
-    return Reading({(case, measure): value for measure, value in values.items()})
+    return Reading({(case, measure): count for measure, count in values.items()})
 
 
 def read_kernels(path: Path, exit_code: int) -> Reading:
-    """Times and memory at the reference point, from the table of bench/kernels/compare.py."""
+    """Times and memory at the reference point, from the table written by bench/kernels/compare.py."""
     reading = Reading()
-    for row in read(path) if path.exists() else []:
-        is_reference = REFERENCE.items() <= row.items()
-        if not is_reference or row["implementation"] not in IMPLEMENTATIONS:
+    for record in read(path) if path.exists() else []:
+        is_reference = REFERENCE.items() <= record.items()
+        if not is_reference or record["implementation"] not in IMPLEMENTATIONS:
             continue
-        if row["dead"] == "known":
+        if record["dead"] == "known":
             continue
-        case = f"{row['implementation']}, f {row['live']}"
-        if row["error"]:
-            reading.reasons[case] = row["error"]
-        elif row["passes"] == "no":
+        case = f"{record['implementation']}, f {record['live']}"
+        if record["error"]:
+            reading.reasons[case] = record["error"]
+        elif record["passes"] == "no":
             reading.reasons[case] = "its gradients are inaccurate"
         else:
             for measure in KERNEL:
-                reading.values[case, measure] = float(row[measure])
+                reading.values[case, measure] = float(record[measure])
     return reading
 
 
 def read_server(path: Path, exit_code: int) -> Reading:
-    """Seconds of an update and of its phases, for each rollout.ahead that was finished."""
+    """Seconds of an update and of its phases, for each rollout.ahead that finished."""
     reading = Reading()
     if path.exists():
         for ahead, seconds in json.loads(path.read_text(encoding="utf-8")).items():

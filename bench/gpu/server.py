@@ -2,11 +2,11 @@
 
     python bench/gpu/server.py --model Qwen2.5-0.5B --out server.json
 
-A server plays generated ALFWorld games, on a second GPU if there is one, else on the trainer's, of
-whose memory it takes SHARE. The model has random weights, so its responses are as long as they may
-be, and nothing is downloaded; "quickstart" is a tiny one. Writes the median seconds of an update
-and of its phases, without those in which the pipeline fills or empties; after each run, so that the
-first is kept if the second fails.
+A server plays generated ALFWorld games. It runs on a second GPU if there is one; otherwise it takes
+SHARE of the memory of the trainer's GPU. The model has random weights, so its responses are as long
+as allowed and nothing is downloaded; "quickstart" is a tiny model. Writes the median seconds of an
+update and of its phases, leaving out updates in which the pipeline fills or empties. The results are
+written after each run, so the first is kept if the second fails.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from paw.rollouts.engines.servers import Servers, vllm_command
 
 AHEAD = (0, 1)
 SHARE = 0.45
-"""Of a GPU's memory, for a server that shares it with the trainer."""
+"""Share of a GPU's memory for a server that shares the GPU with the trainer."""
 UPDATES = 6
 OPTIONS = {
     "run.updates": UPDATES,
@@ -57,18 +57,20 @@ SMALL = {
     "rollout.max_response_tokens": 8,
     "wm.max_tokens": 64,
 }
-"""In place of LARGE for the model "quickstart"."""
+"""Replaces LARGE for the model "quickstart"."""
 
 
-def settings(path: str, urls: list[str], folder: Path, *, gpus: int, small: bool) -> dict[str, Any]:
-    """Keys of a run with the model at `path` whose episodes the servers at `urls` play."""
+def settings(
+    model_path: str, server_urls: list[str], folder: Path, *, gpus: int, is_small: bool
+) -> dict[str, Any]:
+    """Keys of a run of the model at `model_path` with episodes played by the servers at `server_urls`."""
     return (
         OPTIONS
-        | (SMALL if small else LARGE)
+        | (SMALL if is_small else LARGE)
         | {
-            "model.path": path,
+            "model.path": model_path,
             "model.dtype": "bfloat16" if gpus else "float32",
-            "engine.urls": json.dumps(urls),
+            "engine.urls": json.dumps(server_urls),
             # NCCL does not connect two processes on one GPU.
             "engine.transfer": "nccl" if gpus > 1 else "files",
             "run.dir": folder,
@@ -76,14 +78,16 @@ def settings(path: str, urls: list[str], folder: Path, *, gpus: int, small: bool
     )
 
 
-def measure(model: str, folder: Path, out: Path) -> None:
-    small = model == "quickstart"
-    sizes = SMALL if small else LARGE
-    path = make_folder(model, folder / "model")
+def measure(model: str, folder: Path, results_path: Path) -> None:
+    is_small = model == "quickstart"
+    size_keys = SMALL if is_small else LARGE
+    model_path = make_folder(model, folder / "model")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    context_length = size_keys["rollout.max_prompt_tokens"]
+    context_length += size_keys["rollout.max_response_tokens"]
     command = vllm_command(
-        path,
-        max_model_len=sizes["rollout.max_prompt_tokens"] + sizes["rollout.max_response_tokens"],
+        model_path,
+        max_model_len=context_length,
         dtype="bfloat16" if gpus else "float32",
         on_cpu=not gpus,
         gpu_memory_utilization=0.9 if gpus > 1 else SHARE,
@@ -96,14 +100,14 @@ def measure(model: str, folder: Path, out: Path) -> None:
     results: dict[str, dict[str, float]] = {}
     with closing(Servers(command, [server_gpus], folder)) as servers:
         servers.wait()
-        keys = settings(path, servers.urls, folder, gpus=gpus, small=small)
+        shared_keys = settings(model_path, servers.urls, folder, gpus=gpus, is_small=is_small)
         for ahead in AHEAD:
-            last = {"rollout.ahead": ahead, "run.name": f"ahead-{ahead}"}
-            paw("train", "alfworld-grpo-paw", *flags(keys | last))
+            run_keys = {"rollout.ahead": ahead, "run.name": f"ahead-{ahead}"}
+            paw("train", "alfworld-grpo-paw", *flags(shared_keys | run_keys))
             seconds = phase_seconds(folder / f"ahead-{ahead}" / "metrics.jsonl")
             results[str(ahead)] = {"update": sum(seconds.values())} | seconds
             print(ahead, results[str(ahead)], flush=True)
-            out.write_text(json.dumps(results), encoding="utf-8")
+            results_path.write_text(json.dumps(results), encoding="utf-8")
 
 
 def main() -> int:

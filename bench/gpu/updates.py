@@ -1,11 +1,11 @@
-"""One update of GRPO + PaW, by the trainer's own code, with the keys that are given.
+"""One update of GRPO + PaW with the given keys, by the trainer's own code.
 
     python bench/gpu/updates.py --model Qwen2.5-0.5B --keys model.compile=true --out update.json
 
-The weights are random, of a shape that `paw.tools.plan.shapes` knows ("quickstart" is a tiny one),
-and the tokens are random too: nothing is downloaded. GROUPS x MEMBERS turns are learnt from, each
-with a prompt of which three quarters are those of its group. The learning rate is 0, so that every
-update is the same. Writes medians of REPEATS updates after a first one, which compiles.
+The weights are random, in a shape known to `paw.tools.plan.shapes` ("quickstart" is a tiny one), and
+the tokens are random too, so nothing is downloaded. An update learns from GROUPS x MEMBERS turns. The
+turns of a group share the first three quarters of their prompts. The learning rate is 0, so every
+update is the same. Writes the medians of REPEATS updates after a first one, which compiles.
 """
 
 import argparse
@@ -29,7 +29,7 @@ GROUPS = 8
 MEMBERS = 8
 REPEATS = 3
 SIZES = {"shared": 1536, "own": 512, "response": 128, "observation": 20}
-"""Tokens of a turn: of its prompt the group's part and the turn's own, then what follows."""
+"""Tokens of a turn: the shared and the own part of its prompt, then its response and observation."""
 SMALL = {"shared": 96, "own": 32, "response": 8, "observation": 4}
 """The same for the model "quickstart"."""
 SMALL_VOCABULARY = 200
@@ -37,17 +37,17 @@ VOCABULARY = 100_000
 
 
 def samples(sizes: dict[str, int], vocabulary: int) -> list[Sample]:
-    """GROUPS x MEMBERS turns of random tokens, the prompts of a group with a common beginning."""
-    draw = random.Random(0)
+    """GROUPS x MEMBERS turns of random tokens. Prompts of the same group begin with the same tokens."""
+    rng = random.Random(0)
 
     def ids(count: int) -> list[int]:
-        return [draw.randrange(10, vocabulary) for _ in range(count)]
+        return [rng.randrange(10, vocabulary) for _ in range(count)]
 
-    rows = []
+    turn_samples = []
     for group in range(GROUPS):
         shared = ids(sizes["shared"])
         for member in range(MEMBERS):
-            row = Sample(
+            turn_sample = Sample(
                 group=group,
                 trajectory=member,
                 step=0,
@@ -57,34 +57,36 @@ def samples(sizes: dict[str, int], vocabulary: int) -> list[Sample]:
                 observation_ids=ids(sizes["observation"]),
                 advantage=1.0 if member % 2 else -1.0,
             )
-            rows.append(row)
-    return rows
+            turn_samples.append(turn_sample)
+    return turn_samples
 
 
 def measure(model: str, keys: dict[str, str], folder: Path) -> dict[str, float]:
-    """Seconds of the first update, and of a later one; its tokens a second and peak GiB.
+    """Seconds of the first update and of a later one, and the later one's tokens/s and peak GiB.
 
-    Tokens are those of all turns, however often they are computed, so that settings compare.
+    Tokens are counted once per turn, however often they are computed, so that settings compare.
     """
     is_small = model == "quickstart"
-    rows = samples(SMALL if is_small else SIZES, SMALL_VOCABULARY if is_small else VOCABULARY)
+    turn_samples = samples(
+        SMALL if is_small else SIZES, SMALL_VOCABULARY if is_small else VOCABULARY
+    )
     tokens = 0
-    for row in rows:
-        tokens += len(row.prompt_ids) + len(row.response_ids)
-        tokens += len(row.separator_ids) + len(row.observation_ids)
+    for turn_sample in turn_samples:
+        tokens += len(turn_sample.prompt_ids) + len(turn_sample.response_ids)
+        tokens += len(turn_sample.separator_ids) + len(turn_sample.observation_ids)
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     with trainer(make_folder(model, folder), dtype=dtype, keys=keys) as (run, meter):
-        score(run, rows)
-        choose(rows)
-        step = partial(update, run, rows, paw=True)
-        first = meter.measure(step)
-        later = [meter.measure(step) for _ in range(REPEATS)]
-    seconds = median(repeat["seconds"] for repeat in later)
+        score(run, turn_samples)
+        choose(turn_samples)
+        run_update = partial(update, run, turn_samples, paw=True)
+        first_update = meter.measure(run_update)
+        later_updates = [meter.measure(run_update) for _ in range(REPEATS)]
+    seconds = median(repeat["seconds"] for repeat in later_updates)
     return {
-        "first": first["seconds"],
+        "first": first_update["seconds"],
         "update": seconds,
         "tokens": tokens / seconds,
-        "peak": max(repeat["peak_gib"] for repeat in later),
+        "peak": max(repeat["peak_gib"] for repeat in later_updates),
     }
 
 

@@ -1,4 +1,4 @@
-"""The cases to measure on a device, and how one of them is measured."""
+"""The cases to measure on a device, and how to measure one of them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,10 +26,10 @@ MATMUL_ROWS = 4096
 FORWARD = "forward"
 BOTH = "forward + backward"
 STATISTICS = "statistics + backward"
-"""Log-probabilities and entropies by a function of their own, and the gradient of the
+"""Log-probabilities and entropies by a separate function, and the gradient of the
 log-probabilities."""
-Row = dict[str, object]
-"""Columns of the table, by name."""
+Record = dict[str, object]
+"""Columns of the table by name."""
 
 
 class Group(NamedTuple):
@@ -45,11 +45,11 @@ class Case(NamedTuple):
     group: Group
     live: float
     dead: str
-    """"" (none), "found" (by the forward) or "known" (the live rows alone, gathered)."""
+    """How dead rows are handled: "" (none), "found" by the forward, or "known" (only live rows gathered)."""
     name: str
     mode: str
 
-    def columns(self) -> Row:
+    def columns(self) -> Record:
         return {
             "head": self.group.head,
             "T": self.group.T,
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 
 def groups(device: torch.device, quick: bool) -> list[Group]:
-    """The reference point first, then what matters most."""
+    """Groups in order of importance, with the reference point first."""
     if device.type == "cpu":
         on_cpu = [Group("quickstart", T=2048, D=64, V=600), Group("small", T=512, D=128, V=32_000)]
         if not quick:
@@ -87,26 +87,27 @@ def groups(device: torch.device, quick: bool) -> list[Group]:
 def cases(group: Group, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """Every case of a group that can run on this device."""
     our_names = [
-        f"paw[{name}]" for name in BACKENDS if why_not_backend(name, device, dtype) is None
+        f"paw[{implementation_name}]"
+        for implementation_name in BACKENDS
+        if why_not_backend(implementation_name, device, dtype) is None
     ]
     peer_names = [peer.name for peer in PEERS if peer.why_not(device) is None]
-    for name in (*our_names, *peer_names):
-        yield Case(group, live=1.0, dead="", name=name, mode=FORWARD)
-        yield Case(group, live=1.0, dead="", name=name, mode=BOTH)
+    for implementation_name in (*our_names, *peer_names):
+        yield Case(group, live=1.0, dead="", name=implementation_name, mode=FORWARD)
+        yield Case(group, live=1.0, dead="", name=implementation_name, mode=BOTH)
     if device.type == "cpu":
-        for name in (*our_names, "naive", "torch_compile"):
-            yield Case(group, live=1.0, dead="", name=name, mode=STATISTICS)
+        for implementation_name in (*our_names, "naive", "torch_compile"):
+            yield Case(group, live=1.0, dead="", name=implementation_name, mode=STATISTICS)
 
-    # Dense work takes the same time whatever the rows are, so peers are timed only if that is
-    # cheap.
-    large = device.type == "cpu" and group.V > 100_000
-    peers_if_found = peer_names if group.T <= 8192 and not large else []
+    # Dense work takes the same time whatever the rows are, so peers are timed only if it is cheap.
+    is_large_on_cpu = device.type == "cpu" and group.V > 100_000
+    peers_if_found = peer_names if group.T <= 8192 and not is_large_on_cpu else []
     peers_if_known = peer_names if group.T in (512, 2048, 4096, 32_768) else []
     for live in (0.4, 0.1):
-        for name in (*our_names, *peers_if_found):
-            yield Case(group, live=live, dead="found", name=name, mode=BOTH)
-        for name in (*our_names, *peers_if_known):
-            yield Case(group, live=live, dead="known", name=name, mode=BOTH)
+        for implementation_name in (*our_names, *peers_if_found):
+            yield Case(group, live=live, dead="found", name=implementation_name, mode=BOTH)
+        for implementation_name in (*our_names, *peers_if_known):
+            yield Case(group, live=live, dead="known", name=implementation_name, mode=BOTH)
 
 
 @dataclass(frozen=True)
@@ -114,22 +115,22 @@ class Implementation:
     both: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     """(hidden, weight) -> (scalar loss, logp [T] or None), differentiable."""
     forward: Callable[[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]
-    """The same of the forward pass alone, which may be another function."""
+    """The same for the forward pass alone, which may be a different function."""
     slope: Tensor
-    """[T] float64: dL/dlogp of each row of `both`."""
+    """[T] float64: dL/dlogp of each row, for the loss of `both`."""
     expected: Tensor | None
-    """What the loss should be, float64; None if it is not compared."""
+    """The true loss, float64; None if the loss is not compared."""
     version: str = ""
 
 
 def implementation(case: Case, problem: Problem) -> Implementation:
-    """The functions that the case calls, and the values to compare their results with."""
+    """The functions that a case calls, and the values to compare their results with."""
     if case.mode == STATISTICS:
         return _statistics_implementation(case, problem)
-    index = problem.live if case.dead == "known" else None
+    row_index = problem.live if case.dead == "known" else None
     if case.name.startswith("paw["):
-        return _paw_implementation(case, problem, index)
-    return _peer_implementation(case, problem, index)
+        return _paw_implementation(case, problem, row_index)
+    return _peer_implementation(case, problem, row_index)
 
 
 def _statistics_implementation(case: Case, problem: Problem) -> Implementation:
@@ -139,24 +140,24 @@ def _statistics_implementation(case: Case, problem: Problem) -> Implementation:
         logp, _ = statistics(hidden, weight, problem.target)
         return -logp.mean(), logp.detach()
 
-    slope = slope_of_mean(problem)
+    logp_slope = slope_of_mean(problem)
     return Implementation(
-        both=both, forward=both, slope=slope, expected=(slope * problem.logp).sum()
+        both=both, forward=both, slope=logp_slope, expected=(logp_slope * problem.logp).sum()
     )
 
 
-def _paw_implementation(case: Case, problem: Problem, index: Tensor | None) -> Implementation:
-    """One of our backends; on the rows `index` alone, if given."""
+def _paw_implementation(case: Case, problem: Problem, row_index: Tensor | None) -> Implementation:
+    """One of our backends, on the rows `row_index` only if given."""
     backend = _backend(case.name)
-    labels = problem.target if index is None else problem.target[index]
+    labels = problem.target if row_index is None else problem.target[row_index]
 
     def fused(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        rows = problem.rows
-        if index is not None:
-            hidden = hidden[index]
-            rows = rows.take(index)
-        out = token_loss(hidden, weight, labels, paw_loss, rows, backend=backend)
-        return out.loss, out.logp
+        row_tokens = problem.rows
+        if row_index is not None:
+            hidden = hidden[row_index]
+            row_tokens = row_tokens.take(row_index)
+        result = token_loss(hidden, weight, labels, paw_loss, row_tokens, backend=backend)
+        return result.loss, result.logp
 
     def statistics(hidden: Tensor, weight: Tensor) -> tuple[None, Tensor]:
         return None, token_stats(hidden, weight, problem.target, backend=backend).logp
@@ -166,25 +167,25 @@ def _paw_implementation(case: Case, problem: Problem, index: Tensor | None) -> I
     )
 
 
-def _peer_implementation(case: Case, problem: Problem, index: Tensor | None) -> Implementation:
-    """The mean loss of a peer; on the rows `index` alone, if given."""
+def _peer_implementation(case: Case, problem: Problem, row_index: Tensor | None) -> Implementation:
+    """The mean loss of a peer, on the rows `row_index` only if given."""
     peer = next(peer for peer in PEERS if peer.name == case.name)
-    labels = problem.target if index is None else problem.target[index]
+    labels = problem.target if row_index is None else problem.target[row_index]
 
     def run(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        loss = peer.loss(hidden if index is None else hidden[index], weight, labels)
-        per_row = loss.dim() == 1 and index is None
-        return loss.mean(), -loss.detach() if per_row else None
+        peer_loss = peer.loss(hidden if row_index is None else hidden[row_index], weight, labels)
+        per_row = peer_loss.dim() == 1 and row_index is None
+        return peer_loss.mean(), -peer_loss.detach() if per_row else None
 
-    slope = slope_of_mean(problem, index)
-    expected = (slope * problem.logp).sum() if peer.is_cross_entropy else None
+    logp_slope = slope_of_mean(problem, row_index)
+    expected = (logp_slope * problem.logp).sum() if peer.is_cross_entropy else None
     return Implementation(
-        both=run, forward=run, slope=slope, expected=expected, version=peer.version()
+        both=run, forward=run, slope=logp_slope, expected=expected, version=peer.version()
     )
 
 
 def _backend(name: str) -> str:
-    """The backend in an implementation's name "paw[BACKEND]"."""
+    """The BACKEND in an implementation's name "paw[BACKEND]"."""
     return name.removeprefix("paw[").removesuffix("]")
 
 
@@ -203,73 +204,79 @@ def statistics_of(name: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor,
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case that ran once and is ready to be timed: `call` on `inputs`."""
+    """A case that has run once and is ready to be timed: `call` on each of `inputs`."""
 
     case: Case
     call: Callable[[Tensor], object]
     inputs: list[Tensor]
     live: int
-    """Number of rows in the gradient products: those with a gradient, or all if the implementation
+    """Number of rows in the gradient matmuls: those with a gradient, or all if the implementation
     cannot skip any."""
-    row: Row
+    columns: Record
 
-    def timed(self, measured: Times, matmuls: dict[str, float]) -> Row:
-        """Columns of the table; `matmuls`: milliseconds a row of the bare products."""
+    def timed(self, measured: Times, matmuls: dict[str, float]) -> Record:
+        """Columns of the table. `matmuls`: milliseconds per row of the bare matmuls."""
         group = self.case.group
         forward_rows = self.live if self.case.dead == "known" else group.T
         backward_rows = 0 if self.case.mode == FORWARD else self.live
-        bound = (
+        bound_ms = (
             matmuls["logits"] * forward_rows
             + (matmuls["d_hidden"] + matmuls["d_weight"]) * backward_rows
         )
         flops = 2 * group.D * group.V * (forward_rows + 2 * backward_rows)
         return {
             **timing(measured, flops=flops),
-            "bound_ms": f"{bound:.4g}",
-            "share": f"{bound / measured.median:.3f}",
-            **self.row,
+            "bound_ms": f"{bound_ms:.4g}",
+            "share": f"{bound_ms / measured.median:.3f}",
+            **self.columns,
         }
 
 
 def prepare(case: Case, problem: Problem) -> Prepared:
-    """Measures errors and memory of one call. Raises whatever the implementation raises."""
-    run = implementation(case, problem)
+    """Measures the errors and memory of one call. Raises whatever the implementation raises."""
+    functions = implementation(case, problem)
     backward = case.mode != FORWARD
     weight = problem.weight.detach().requires_grad_(backward)
-    inputs = [x.detach().requires_grad_(backward) for x in copies(problem.hidden)]
+    inputs = [
+        hidden_copy.detach().requires_grad_(backward) for hidden_copy in copies(problem.hidden)
+    ]
 
     def call(hidden: Tensor) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
         if case.mode == FORWARD:
             with torch.no_grad():
-                loss, logp = run.forward(hidden, weight)
+                loss, logp = functions.forward(hidden, weight)
             return loss, logp, []
-        loss, logp = run.both(hidden, weight)
+        loss, logp = functions.both(hidden, weight)
         return loss.detach(), logp, list(torch.autograd.grad(loss, (hidden, weight)))
 
     loss, logp, gradients = call(inputs[0])
-    compared = None if loss is None or run.expected is None else (loss, run.expected)
-    case_errors = errors(problem, run.slope, loss=compared, logp=logp, gradients=gradients)
+    loss_and_truth = None
+    if loss is not None and functions.expected is not None:
+        loss_and_truth = (loss, functions.expected)
+    case_errors = errors(
+        problem, functions.slope, loss=loss_and_truth, logp=logp, gradients=gradients
+    )
 
     del loss, logp, gradients  # their memory would count as held before the call
     peak = peak_bytes(call, inputs[0])
     weight_gradient = 4 * case.group.V * case.group.D
 
-    row: Row = {
+    columns: Record = {
         "peak_mib": f"{peak / 2**20:.1f}",
         "beside_dw_mib": f"{(peak - weight_gradient) / 2**20:.1f}" if backward else "",
     }
-    for name, value in asdict(case_errors).items():
-        row[f"error_{name}"] = "" if value is None else f"{value:.2e}"
-    row["passes"] = "yes" if passes(case_errors, problem.plain) else "no"
-    row["version"] = run.version
+    for result_name, error in asdict(case_errors).items():
+        columns[f"error_{result_name}"] = "" if error is None else f"{error:.2e}"
+    columns["passes"] = "yes" if passes(case_errors, problem.plain) else "no"
+    columns["version"] = functions.version
 
     skips_dead_rows = case.name.startswith("paw[") or case.dead == "known"
-    live = problem.live.numel() if skips_dead_rows else case.group.T
-    return Prepared(case=case, call=call, inputs=inputs, live=live, row=row)
+    gradient_rows = problem.live.numel() if skips_dead_rows else case.group.T
+    return Prepared(case=case, call=call, inputs=inputs, live=gradient_rows, columns=columns)
 
 
-def timing(measured: Times, *, flops: int = 0, moved: int = 0) -> Row:
-    """Columns of the table; rates only if the number of operations or of bytes moved is given."""
+def timing(measured: Times, *, flops: int = 0, moved: int = 0) -> Record:
+    """Columns of the table. Rates are given only if `flops` or the bytes `moved` are."""
     return {
         "ms": f"{measured.median:.4g}",
         "ms_low": f"{measured.low:.4g}",
@@ -282,93 +289,99 @@ def timing(measured: Times, *, flops: int = 0, moved: int = 0) -> Row:
 
 def bare_matmuls(
     group: Group, dtype: torch.dtype, device: torch.device, seconds: float
-) -> dict[str, Row]:
-    """The three products of up to 4,096 rows, each written in `dtype`."""
-    n = min(group.T, MATMUL_ROWS)
+) -> dict[str, Record]:
+    """The three bare matmuls on up to 4,096 rows, with results in `dtype`."""
+    row_count = min(group.T, MATMUL_ROWS)
     D = group.D
     V = group.V
-    hidden = torch.randn(n, D, dtype=dtype, device=device)
+    hidden = torch.randn(row_count, D, dtype=dtype, device=device)
     weight = torch.randn(V, D, dtype=dtype, device=device)
-    logits = torch.randn(n, V, dtype=dtype, device=device)
+    logits = torch.randn(row_count, V, dtype=dtype, device=device)
     d_hidden = torch.empty_like(hidden)
     d_weight = torch.empty_like(weight)
-    out = torch.empty_like(logits)
+    logits_out = torch.empty_like(logits)
     products = {
-        "logits": (lambda x: torch.mm(x, weight.t(), out=out), hidden),
+        "logits": (lambda x: torch.mm(x, weight.t(), out=logits_out), hidden),
         "d_hidden": (lambda z: torch.mm(z, weight, out=d_hidden), logits),
         "d_weight": (lambda z: torch.mm(z.t(), hidden, out=d_weight), logits),
     }
-    rows: dict[str, Row] = {}
-    for name, (call, operand) in products.items():
-        rows[name] = {
+    records: dict[str, Record] = {}
+    for product, (matmul, operand) in products.items():
+        records[product] = {
             "head": group.head,
-            "T": n,
+            "T": row_count,
             "D": D,
             "V": V,
             "implementation": "matmul",
-            "mode": f"matmul {name}",
-            **timing(times(call, [operand], seconds), flops=2 * n * D * V),
+            "mode": f"matmul {product}",
+            **timing(times(matmul, [operand], seconds), flops=2 * row_count * D * V),
         }
-    return rows
+    return records
 
 
-def without_matmul(device: torch.device, seconds: float) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """The measurements without a head: (columns that name one, the measurement)."""
+def without_matmul(
+    device: torch.device, seconds: float
+) -> Iterator[tuple[Record, Callable[[], Record]]]:
+    """The measurements that need no head: (columns that identify it, the measurement)."""
     yield {"implementation": "torch", "mode": "copy"}, partial(_copy, device, seconds)
 
-    rows = 256 if device.type == "cpu" else MATMUL_ROWS
+    row_count = 256 if device.type == "cpu" else MATMUL_ROWS
     V = 151_936
-    names = ["torch", "torch_compile"]
+    implementations = ["torch", "torch_compile"]
     if why_not_backend(device.type, device, torch.float32) is None:
-        names.append(f"paw[{device.type}]")
-    for name in names:
-        columns: Row = {
-            "T": rows,
+        implementations.append(f"paw[{device.type}]")
+    for implementation_name in implementations:
+        columns: Record = {
+            "T": row_count,
             "V": V,
             "dtype": "float32",
-            "implementation": name,
+            "implementation": implementation_name,
             "mode": "row statistics",
         }
-        yield columns, partial(_row_statistics, name, rows, V, device, seconds)
+        yield columns, partial(_row_statistics, implementation_name, row_count, V, device, seconds)
 
 
-def _copy(device: torch.device, seconds: float) -> Row:
+def _copy(device: torch.device, seconds: float) -> Record:
     source = torch.randn((1 << 28) if device.type == "cpu" else (1 << 30), device=device)
-    out = torch.empty_like(source)
-    return timing(times(out.copy_, [source], seconds), moved=2 * source.nbytes)
+    destination = torch.empty_like(source)
+    return timing(times(destination.copy_, [source], seconds), moved=2 * source.nbytes)
 
 
-def _row_statistics(name: str, rows: int, V: int, device: torch.device, seconds: float) -> Row:
-    """logp and entropy of given float32 logits [rows, V]: the row operation of csrc/ against plain
-    torch."""
-    z, target = row_problem(rows, V, device)
-    call = plain_row_statistics
-    if name == "torch_compile":
-        call = torch.compile(plain_row_statistics)
-    elif name.startswith("paw["):
-        call = native_row_statistics
+def _row_statistics(
+    implementation_name: str, row_count: int, V: int, device: torch.device, seconds: float
+) -> Record:
+    """logp and entropy of given float32 logits [rows, V], to compare csrc/ with plain torch."""
+    logits, target = row_problem(row_count, V, device)
+    statistics = plain_row_statistics
+    if implementation_name == "torch_compile":
+        statistics = torch.compile(plain_row_statistics)
+    elif implementation_name.startswith("paw["):
+        statistics = native_row_statistics
 
-    pairs = zip(call(z, target), plain_row_statistics(z.double(), target), strict=True)
-    error = max(
-        (statistic.double() - expected).abs().amax().item() for statistic, expected in pairs
+    statistics_pairs = zip(
+        statistics(logits, target), plain_row_statistics(logits.double(), target), strict=True
     )
-    measured = times(lambda z: call(z, target), [z], seconds)
-    return {**timing(measured, moved=z.nbytes), "error_logp": f"{error:.2e}"}
+    largest_error = max(
+        (statistic.double() - expected).abs().amax().item()
+        for statistic, expected in statistics_pairs
+    )
+    measured = times(lambda logits: statistics(logits, target), [logits], seconds)
+    return {**timing(measured, moved=logits.nbytes), "error_logp": f"{largest_error:.2e}"}
 
 
-def row_problem(rows: int, V: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def row_problem(row_count: int, V: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(logits [rows, V] float32, target [rows] int64)."""
     generator = torch.Generator(device).manual_seed(0)
-    logits = 3 * torch.randn(rows, V, generator=generator, device=device)
-    target = torch.randint(V, (rows,), generator=generator, device=device)
+    logits = 3 * torch.randn(row_count, V, generator=generator, device=device)
+    target = torch.randint(V, (row_count,), generator=generator, device=device)
     return logits, target
 
 
-def plain_row_statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def plain_row_statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """(logp, entropy) in plain torch."""
-    logp = z.log_softmax(-1)
+    logp = logits.log_softmax(-1)
     return logp.gather(1, target[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
 
-def native_row_statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.paw_kernels.row_statistics(z, None, target, 1.0)[:2]
+def native_row_statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.paw_kernels.row_statistics(logits, None, target, 1.0)[:2]

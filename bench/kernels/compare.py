@@ -1,21 +1,24 @@
-"""Time, memory and error of the fused head and its peers, on whatever this machine can run.
+"""Time, memory and error of the fused head and its peers, as far as this machine can run them.
 
-    python bench/kernels/compare.py                    # everything: GPU set where there is one, small CPU set elsewhere
-    python bench/kernels/compare.py --quick            # the reference point and one long batch, shorter timing
+    python bench/kernels/compare.py                    # everything: the GPU set, or a small CPU set without a GPU
+    python bench/kernels/compare.py --quick            # the reference point and one long batch, timed for less time
     python bench/kernels/compare.py --only paw 'T 4096'    # cases whose name contains every word
-    python bench/kernels/compare.py --resume           # leaves out what the file has already
-    python bench/kernels/compare.py --plot bench/results/kernels_cpu.csv   # draw again, measure nothing
+    python bench/kernels/compare.py --resume           # skips the cases that the file already has
+    python bench/kernels/compare.py --plot bench/results/kernels_cpu.csv   # draws again, measures nothing
 
-Rows are appended to bench/results/kernels_<device>.csv as they come, so a run may be stopped at any
-time; then the plots in docs/ are drawn. A case that fails is a row with its error. From a plain
-checkout: PYTHONPATH=.:kernels.
+Rows are appended to bench/results/kernels_<device>.csv as they are measured, so a run may be stopped
+at any time. At the end, the plots in docs/ are drawn. A case that fails gets a row with its error.
+In a checkout that is not installed, set PYTHONPATH=.:kernels.
 
-Per case: median and 20th / 80th percentile of timed calls after a warm-up, in turns with the cases
-it is compared with, CUDA events on a GPU, inputs that are random and not in the cache; `share` is
-the time of the bare matmuls that the case needs (1 + 2f passes, timed here on up to 4,096 rows)
-over its time; `peak_mib` is what torch's allocator held above the inputs, `beside_dw_mib` the same
-without a float32 dW (4 V D bytes); errors are against float64 (bench/kernels/problem.py), `passes`:
-at most twice those of plain torch in the same dtype, plus 1e-4.
+Columns of a case:
+- ms, ms_low, ms_high: median, 20th and 80th percentile of timed calls after a warm-up. Cases that are
+  compared take turns. Inputs are random and not in the cache. A GPU is timed by CUDA events.
+- share: time of the bare matmuls that the case needs (1 + 2f passes, timed here on up to 4,096 rows),
+  divided by the time of the case.
+- peak_mib: what torch's allocator held above the inputs. beside_dw_mib: the same without a float32 dW
+  (4 V D bytes).
+- error_*: errors against float64 (bench/kernels/problem.py). passes: whether they are at most twice
+  those of plain torch in the same dtype, plus 1e-4.
 """
 
 import argparse
@@ -41,7 +44,7 @@ from bench.kernels.cases import (
     Case,
     Group,
     Prepared,
-    Row,
+    Record,
     bare_matmuls,
     cases,
     groups,
@@ -75,81 +78,88 @@ KEY = ("head", "T", "live", "dead", "implementation", "mode")
 class Table:
     """A CSV file that grows row by row."""
 
-    def __init__(self, path: Path, common: Row, *, keep: bool) -> None:
+    def __init__(self, path: Path, common: Record, *, keep_rows: bool) -> None:
         self.path = path
         self.common = common
         self._done: set[tuple[str, ...]] = set()
-        if keep and path.exists():
+        if keep_rows and path.exists():
             with path.open(newline="", encoding="utf-8") as file:
-                for row in csv.DictReader(file):
-                    self._done.add(tuple(row[name] for name in KEY))
+                for record in csv.DictReader(file):
+                    self._done.add(tuple(record[column] for column in KEY))
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
 
-    def has(self, row: Row) -> bool:
-        return tuple(str(row.get(name, "")) for name in KEY) in self._done
+    def has(self, record: Record) -> bool:
+        return tuple(str(record.get(column, "")) for column in KEY) in self._done
 
-    def add(self, row: Row) -> None:
+    def add(self, record: Record) -> None:
         with self.path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n").writerow(
-                {**self.common, **row}
+                {**self.common, **record}
             )
 
 
 def run(options: argparse.Namespace, device: torch.device) -> Path:
-    """Measure the cases that the options choose; returns the CSV file."""
+    """Measure the cases that the options choose. Returns the CSV file."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     common = environment(device)
     check_only(options, device, dtype)
-    name = "cpu" if device.type == "cpu" else str(common["device"]).lower().replace(" ", "_")
-    table = Table(options.out or RESULTS / f"kernels_{name}.csv", common, keep=options.resume)
+    device_name = "cpu" if device.type == "cpu" else str(common["device"]).lower().replace(" ", "_")
+    table = Table(
+        options.out or RESULTS / f"kernels_{device_name}.csv", common, keep_rows=options.resume
+    )
     seconds = options.seconds or (0.2 if options.quick else 0.5)
 
-    def wanted(label: str, columns: Row) -> bool:
-        return all(word in label for word in options.only) and not table.has(columns)
+    def wanted(case_label: str, columns: Record) -> bool:
+        return all(wanted_word in case_label for wanted_word in options.only) and not table.has(
+            columns
+        )
 
-    plan: dict[Group, list[Case]] = {}
+    cases_by_group: dict[Group, list[Case]] = {}
     for group in groups(device, options.quick):
         of_group = cases(group, device, dtype)
-        plan[group] = [case for case in of_group if wanted(case.label(), case.columns())]
-    total = sum(len(chosen) for chosen in plan.values())
+        cases_by_group[group] = [case for case in of_group if wanted(case.label(), case.columns())]
+    case_count = sum(len(chosen) for chosen in cases_by_group.values())
     numbers = count(1)
-    print(f"{common['device']}, torch {common['torch']}: {total} cases -> {table.path}", flush=True)
+    print(
+        f"{common['device']}, torch {common['torch']}: {case_count} cases -> {table.path}",
+        flush=True,
+    )
 
-    def show(case: Case, row: Row) -> None:
-        table.add({**case.columns(), "dtype": dtype_name(dtype), **row})
-        print(f"[{next(numbers)}/{total}] {case.label()}: {describe(row)}", flush=True)
+    def show(case: Case, record: Record) -> None:
+        table.add({**case.columns(), "dtype": dtype_name(dtype), **record})
+        print(f"[{next(numbers)}/{case_count}] {case.label()}: {describe(record)}", flush=True)
 
     for columns, measurement in without_matmul(device, seconds):
-        label = label_without_matmul(columns)
-        if wanted(label, columns):
-            row = {**columns, **attempt(measurement, device)}
-            table.add(row)
-            print(f"{label}: {describe(row)}", flush=True)
+        case_label = label_without_matmul(columns)
+        if wanted(case_label, columns):
+            record = {**columns, **attempt(measurement, device)}
+            table.add(record)
+            print(f"{case_label}: {describe(record)}", flush=True)
 
-    for group, chosen in plan.items():
+    for group, chosen in cases_by_group.items():
         if chosen:
             run_group(group, chosen, table, show, dtype=dtype, device=device, seconds=seconds)
     return table.path
 
 
 def check_only(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
-    """Exits with a message if no case has all words of --only in its name."""
+    """Exits with a message if no case has all the words of --only in its name."""
     labels = []
     for group in groups(device, options.quick):
         labels += [case.label() for case in cases(group, device, dtype)]
     for columns, _ in without_matmul(device, 0.0):
         labels.append(label_without_matmul(columns))
-    for label in labels:
-        if all(word in label for word in options.only):
+    for case_label in labels:
+        if all(wanted_word in case_label for wanted_word in options.only):
             return
     raise SystemExit(
         f"--only {' '.join(options.only)}: no case has all of that in its name, as in '{labels[0]}'"
     )
 
 
-def label_without_matmul(columns: Row) -> str:
+def label_without_matmul(columns: Record) -> str:
     return f"{columns['mode']} {columns['implementation']}"
 
 
@@ -157,23 +167,25 @@ def run_group(
     group: Group,
     chosen: list[Case],
     table: Table,
-    show: Callable[[Case, Row], None],
+    show: Callable[[Case, Record], None],
     *,
     dtype: torch.dtype,
     device: torch.device,
     seconds: float,
 ) -> None:
-    """Measure the chosen cases of a group and the matmuls that they share; `show` gets the row of
-    each case."""
+    """Measure the chosen cases of a group and the matmuls that they share.
+
+    `show` is called with each case and its record.
+    """
     if any(case.name == "torch_compile" for case in chosen):
-        torch.compiler.reset()  # it compiles for one shape at a time and gives up after eight
+        torch.compiler.reset()  # torch compiles one shape at a time and gives up after eight
 
     ms_per_row: dict[str, float] = {}
-    for product, row in bare_matmuls(group, dtype, device, seconds).items():
-        table.add({**row, "dtype": dtype_name(dtype)})
-        ms_per_row[product] = float(str(row["ms"])) / int(str(row["T"]))
+    for product, record in bare_matmuls(group, dtype, device, seconds).items():
+        table.add({**record, "dtype": dtype_name(dtype)})
+        ms_per_row[product] = float(str(record["ms"])) / int(str(record["T"]))
 
-    comparisons: dict[tuple[object, ...], list[Case]] = {}  # the cases of each are timed in turns
+    comparisons: dict[tuple[object, ...], list[Case]] = {}  # cases of one entry are timed in turns
     for case in chosen:
         comparisons.setdefault((case.live, case.dead, case.mode), []).append(case)
 
@@ -184,26 +196,28 @@ def run_group(
 
 def compare(
     compared: list[Case],
-    show: Callable[[Case, Row], None],
+    show: Callable[[Case, Record], None],
     ms_per_row: dict[str, float],
     *,
     dtype: torch.dtype,
     device: torch.device,
     seconds: float,
 ) -> None:
-    """Time cases on the same inputs in turns. No tensor outlives the call, so the next has all the
-    memory."""
+    """Time cases on the same inputs in turns.
+
+    No tensor outlives the call, so the next comparison has all the memory.
+    """
     problem = problem_of(compared[0], dtype, device)
-    ready: list[Prepared] = []
+    prepared_cases: list[Prepared] = []
     for case in compared:
         result = attempt(partial(prepare, case, problem), device)
         if isinstance(result, Prepared):
-            ready.append(result)
+            prepared_cases.append(result)
         else:
             show(case, result)
 
-    timings = in_turns([(prepared.call, prepared.inputs) for prepared in ready], seconds)
-    for prepared, measured in zip(ready, timings, strict=True):
+    timings = in_turns([(prepared.call, prepared.inputs) for prepared in prepared_cases], seconds)
+    for prepared, measured in zip(prepared_cases, timings, strict=True):
         show(prepared.case, prepared.timed(measured, ms_per_row))
 
 
@@ -218,11 +232,11 @@ def problem_of(case: Case, dtype: torch.dtype, device: torch.device) -> Problem:
     )
 
 
-def attempt(measurement: Callable[[], Result], device: torch.device) -> Result | Row:
-    """The measurement's result; if it raises, columns with the first line of the error."""
+def attempt(measurement: Callable[[], Result], device: torch.device) -> Result | Record:
+    """The result of the measurement, or a column with the first line of the error that it raised."""
     try:
         return measurement()
-    except Exception as error:  # a peer may fail in any way
+    except Exception as error:  # a peer may raise anything
         if isinstance(error, torch.OutOfMemoryError):
             return {"error": "out of memory"}
         message = str(error).strip() or "no message"
@@ -237,7 +251,7 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def environment(device: torch.device) -> Row:
+def environment(device: torch.device) -> Record:
     triton = list(importlib.metadata.distributions(name="triton"))
     return {
         "kind": "measured",
@@ -253,19 +267,19 @@ def environment(device: torch.device) -> Row:
     }
 
 
-def describe(row: Row) -> str:
-    if "error" in row:
-        return str(row["error"])
-    words = [f"{row['ms']} ms"]
-    if row.get("share"):
-        words.append(f"{float(str(row['share'])):.0%} of the matmul bound")
-    if row.get("gb_s"):
-        words.append(f"{row['gb_s']} GB/s")
-    if row.get("peak_mib"):
-        words.append(f"{row['peak_mib']} MiB")
-    if row.get("passes") == "no":
-        words.append("INACCURATE")
-    return ", ".join(words)
+def describe(record: Record) -> str:
+    if "error" in record:
+        return str(record["error"])
+    facts = [f"{record['ms']} ms"]
+    if record.get("share"):
+        facts.append(f"{float(str(record['share'])):.0%} of the matmul bound")
+    if record.get("gb_s"):
+        facts.append(f"{record['gb_s']} GB/s")
+    if record.get("peak_mib"):
+        facts.append(f"{record['peak_mib']} MiB")
+    if record.get("passes") == "no":
+        facts.append("INACCURATE")
+    return ", ".join(facts)
 
 
 def main() -> None:

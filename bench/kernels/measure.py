@@ -1,4 +1,4 @@
-"""Time and memory of one call."""
+"""Time and memory of a call."""
 
 import statistics
 import time
@@ -29,53 +29,54 @@ class Times(NamedTuple):
 
 
 def copies(tensor: Tensor) -> list[Tensor]:
-    """Enough copies that a call never finds its input in the GPU's cache; one if the tensor would
-    not fit anyway."""
+    """Enough copies that a call never finds its input in the GPU's cache.
+
+    One copy is enough if the tensor does not fit into the cache anyway.
+    """
     cache_bytes = 0
     if tensor.is_cuda:
         cache_bytes = torch.cuda.get_device_properties(tensor.device).L2_cache_size
     to_fill_twice = -(-2 * cache_bytes // max(tensor.nbytes, 1))  # rounded up
-    count = max(1, min(MAX_COPIES, to_fill_twice))
-    return [tensor] + [tensor.clone() for _ in range(count - 1)]
+    copy_count = max(1, min(MAX_COPIES, to_fill_twice))
+    return [tensor] + [tensor.clone() for _ in range(copy_count - 1)]
 
 
 def times(call: Call, inputs: Sequence[Tensor], seconds: float) -> Times:
-    """Times of as many calls as fit into `seconds`, 3 to 200, after a warm-up; of one call if it
-    takes 5 s.
+    """Times of as many calls as fit into `seconds`, at most 200, after a warm-up.
 
-    The calls take the inputs in turn.
+    A call that takes 5 s is timed once. The calls use the inputs in turn.
     """
     return in_turns([(call, inputs)], seconds)[0]
 
 
 def in_turns(calls: Sequence[tuple[Call, Sequence[Tensor]]], seconds: float) -> list[Times]:
-    """`times` of each call, taken in `TURNS` turns: a drifting clock or a neighbour's load then
-    affects all alike."""
+    """`times` of each call. The calls take `TURNS` turns, so that a drifting clock or another load
+    on the machine affects all of them alike."""
     samples: list[list[float]] = []
     calls_per_turn: list[int] = []
     for call, inputs in calls:
-        first = _timed(call, inputs[:1])  # may compile, tune or allocate
-        if first[0] < SLOW_MS:
-            first = _timed(call, inputs[:1])
+        first_times = _timed(call, inputs[:1])  # may compile, tune or allocate
+        if first_times[0] < SLOW_MS:
+            first_times = _timed(call, inputs[:1])
 
-        if first[0] >= SLOW_MS:
-            samples.append(first)
+        if first_times[0] >= SLOW_MS:
+            samples.append(first_times)
             calls_per_turn.append(0)
         else:
-            fitting = int(1e3 * seconds / TURNS / max(first[0], 1e-3))
+            fitting = int(1e3 * seconds / TURNS / max(first_times[0], 1e-3))
             samples.append([])
             calls_per_turn.append(max(1, min(MAX_CALLS // TURNS, fitting)))
 
     for _ in range(TURNS):
-        for (call, inputs), count, samples_of_call in zip(
+        for (call, inputs), calls_in_turn, samples_of_call in zip(
             calls, calls_per_turn, samples, strict=True
         ):
-            if count == 0:
+            if calls_in_turn == 0:
                 continue
-            # The first call of a turn finds caches and allocator as another case left them.
-            if count > 1:
+            # Another case has left the caches and the allocator in its own state.
+            if calls_in_turn > 1:
                 _timed(call, inputs[:1])
-            samples_of_call += _timed(call, [inputs[i % len(inputs)] for i in range(count)])
+            samples_of_call += _timed(call, [inputs[i % len(inputs)] for i in range(calls_in_turn)])
     return [_summary(samples_of_call) for samples_of_call in samples]
 
 
@@ -92,44 +93,45 @@ def _timed(call: Call, inputs: Sequence[Tensor]) -> list[float]:
     """Milliseconds of a call on each input, one after another."""
     if not inputs[0].is_cuda:
         moments = [time.perf_counter()]
-        for x in inputs:
-            call(x)
+        for tensor in inputs:
+            call(tensor)
             moments.append(time.perf_counter())
         return [1e3 * (end - start) for start, end in pairwise(moments)]
 
     torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(inputs) + 1)]
     events[0].record()
-    for x, event in zip(inputs, events[1:], strict=True):
-        call(x)
-        event.record()
+    for tensor, end_event in zip(inputs, events[1:], strict=True):
+        call(tensor)
+        end_event.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in pairwise(events)]
 
 
-def peak_bytes(call: Call, x: Tensor) -> int:
-    """The most that torch's allocator held during the call, above what it held before.
+def peak_bytes(call: Call, tensor: Tensor) -> int:
+    """The most bytes that torch's allocator held during the call, above what it held before.
 
-    On the GPU its own counter; on the CPU the running sum of the profiler's allocation events,
-    which sees inside operators. Neither sees workspaces that a library takes from the system.
+    On a GPU this is the allocator's own counter. On a CPU it is the running sum of the profiler's
+    allocation events, which include those inside operators. Neither includes workspaces that a
+    library takes from the system.
     """
-    if x.is_cuda:
+    if tensor.is_cuda:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        call(x)
+        call(tensor)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:
-        call(x)
-    held = 0
-    peak = 0
+        call(tensor)
+    held_bytes = 0
+    peak_held_bytes = 0
     events: list[Any] = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     for event in events:
         if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
+            held_bytes += event.nbytes()
+            peak_held_bytes = max(peak_held_bytes, held_bytes)
+    return peak_held_bytes

@@ -1,9 +1,10 @@
-"""The tables of docs/kernels.md: what must be reached, what the model predicts, what was measured.
+"""The tables of docs/kernels.md: limits that must be met, predictions of the model, and measurements.
 
-    python bench/kernels/must.py        # puts them into docs/kernels.md and prints the first
+    python bench/kernels/must.py        # writes them into docs/kernels.md and prints the first
 
-Predicted: from bench/kernels/roofline.py, on its best and its cautious machine. Measured: the fastest of
-our backends in the tables of bench/kernels/compare.py; "open" if no GPU has written one yet.
+Predictions are those of bench/kernels/roofline.py for its best and its cautious machine. A measurement
+is that of our fastest backend in the tables of bench/kernels/compare.py, or "open" if no GPU has
+written one yet.
 """
 
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT
-from bench.kernels.plot import BOTH, HEAD, STATISTICS, Rows, matches, read
+from bench.kernels.plot import BOTH, HEAD, STATISTICS, Records, matches, read
 from bench.kernels.problem import HEADS
 from bench.kernels.roofline import (
     B200,
@@ -36,8 +37,8 @@ DOCS = ROOT / "docs" / "kernels.md"
 BEGIN, END = "<!-- python bench/kernels/must.py -->", "<!-- end -->"
 QUACK_MS = 16.78
 LIGER_MS = 16.71
-"""Forward + backward at the reference point on an H200, as QuACK and Liger (its CuTe kernel) publish
-it."""
+"""Forward + backward at the reference point on an H200, as published by QuACK and Liger (for its CuTe
+kernel)."""
 REFERENCE_MS = 18.0
 """The limit at the reference point, f = 1."""
 
@@ -51,9 +52,9 @@ class Must:
     """ "<=" or ">="."""
     limit: float
     predicted: tuple[float, float] | None
-    """On the best and the cautious machine."""
-    measured: Callable[[Rows, Rows], float | None]
-    """(rows of a GPU, rows of a CPU) -> the value; None if they do not contain it."""
+    """On the best and on the cautious machine."""
+    measured: Callable[[Records, Records], float | None]
+    """(records of a GPU, records of a CPU) -> the value, or None if they do not contain it."""
 
     def met(self, value: float) -> bool:
         return value <= self.limit if self.sign == "<=" else value >= self.limit
@@ -63,25 +64,26 @@ class Must:
         margin = 1 - ratio if self.sign == "<=" else ratio - 1
         return f"{margin:+.0%}"
 
-    def line(self, gpu: Rows, cpu: Rows) -> str:
+    def line(self, gpu_records: Records, cpu_records: Records) -> str:
         limit = f"{self.sign} {self.limit:.2f}"
-        return f"| {self.what} | {limit} | {self._prediction()} | {self._measurement(gpu, cpu)} |"
+        measurement = self._measurement(gpu_records, cpu_records)
+        return f"| {self.what} | {limit} | {self._prediction()} | {measurement} |"
 
     def _prediction(self) -> str:
         if self.predicted is None:
             return ""
-        best, cautious = self.predicted
-        values = f"{best:.2f}"
-        margins = self.margin(best)
-        if best != cautious:
+        best_value, cautious = self.predicted
+        values = f"{best_value:.2f}"
+        margins = self.margin(best_value)
+        if best_value != cautious:
             values += f" .. {cautious:.2f}"
             margins += f" .. {self.margin(cautious)}"
-        machines_that_meet_it = self.met(best) + self.met(cautious)
+        machines_that_meet_it = self.met(best_value) + self.met(cautious)
         verdict = ("missed", "depends", "met")[machines_that_meet_it]
         return f"{values} ({margins}): {verdict}"
 
-    def _measurement(self, gpu: Rows, cpu: Rows) -> str:
-        value = self.measured(gpu, cpu)
+    def _measurement(self, gpu_records: Records, cpu_records: Records) -> str:
+        value = self.measured(gpu_records, cpu_records)
         if value is None:
             return "open"
         return f"{value:.2f}: {'met' if self.met(value) else 'missed'}"
@@ -90,14 +92,14 @@ class Must:
 def table() -> list[Must]:
     """Every line of the first table."""
     musts = reference_musts()
-    for head in ("Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"):
-        gib = paw_memory(32_768, *HEADS[head])["peak"]
+    for head_name in ("Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"):
+        predicted_gib = paw_memory(32_768, *HEADS[head_name])["peak"]
         memory = Must(
-            f"GiB over inputs and a float32 dW, T 32k, {head}",
+            f"GiB over inputs and a float32 dW, T 32k, {head_name}",
             sign="<=",
             limit=1.5,
-            predicted=(gib, gib),
-            measured=memory_of(head),
+            predicted=(predicted_gib, predicted_gib),
+            measured=memory_of(head_name),
         )
         musts.append(memory)
     row_statistics = Must(
@@ -112,14 +114,14 @@ def table() -> list[Must]:
 
 
 def reference_musts() -> list[Must]:
-    """The times at the reference point on a GPU."""
+    """The lines about times at the reference point on a GPU."""
     T, _, _ = REFERENCE
     dense_best = predicted_ms(1.0, BEST)
     dense_cautious = predicted_ms(1.0, CAUTIOUS)
     sparse_best = predicted_ms(0.4, BEST)
     sparse_cautious = predicted_ms(0.4, CAUTIOUS)
     best_peer_ms = min(QUACK_MS, LIGER_MS)
-    bound = matmul_bound(*REFERENCE, 1.0)
+    bound_ms = matmul_bound(*REFERENCE, 1.0)
 
     return [
         Must(
@@ -127,127 +129,135 @@ def reference_musts() -> list[Must]:
             sign="<=",
             limit=REFERENCE_MS,
             predicted=(dense_best, dense_cautious),
-            measured=lambda gpu, _: ours(gpu, T, 1.0),
+            measured=lambda gpu_records, _: ours(gpu_records, T, 1.0),
         ),
         Must(
             "f = 0.4 over its own f = 1",
             sign="<=",
             limit=0.65,
             predicted=(sparse_best / dense_best, sparse_cautious / dense_cautious),
-            measured=lambda gpu, _: ratio(gpu, T),
+            measured=lambda gpu_records, _: ratio(gpu_records, T),
         ),
         Must(
             "f = 0.4, ms over the best peer's",
             sign="<=",
             limit=1 / 1.4,
             predicted=(sparse_best / best_peer_ms, sparse_cautious / best_peer_ms),
-            measured=lambda gpu, _: over_best_peer(gpu, T),
+            measured=lambda gpu_records, _: over_best_peer(gpu_records, T),
         ),
         Must(
             "share of the matmul bound, f = 1",
             sign=">=",
             limit=0.9,
-            predicted=(bound / dense_best, bound / dense_cautious),
-            measured=lambda gpu, _: best(gpu, HEAD, T, 1.0, "share", largest=True),
+            predicted=(bound_ms / dense_best, bound_ms / dense_cautious),
+            measured=lambda gpu_records, _: best(gpu_records, HEAD, T, 1.0, "share", largest=True),
         ),
     ]
 
 
-def predicted_ms(live: float, machine: Machine) -> float:
-    """Milliseconds at the reference point of whichever backend is predicted to be the faster."""
-    return total(fastest(*REFERENCE, live, machine), machine)
+def predicted_ms(live_share: float, machine: Machine) -> float:
+    """Milliseconds at the reference point, by whichever backend is predicted to be faster."""
+    return total(fastest(*REFERENCE, live_share, machine), machine)
 
 
-# --- what a GPU's or a CPU's rows say
+# --- what the records of a GPU or a CPU say
 
 
 def best(
-    rows: Rows, head: str, T: int, live: float, column: str, *, largest: bool = False
+    records: Records,
+    head_name: str,
+    T: int,
+    live_share: float,
+    column: str,
+    *,
+    largest: bool = False,
 ) -> float | None:
-    """The smallest (or largest) value of our backends, forward + backward, if the forward finds the
-    dead rows.
+    """The smallest (or largest) value of our backends in forward + backward.
 
-    None if no row that passes is there.
+    Cases whose dead rows are known beforehand do not count, nor do inaccurate ones. None if no record
+    is left.
     """
-    columns = {"head": head, "T": str(T), "live": str(live), "mode": BOTH}
+    columns = {"head": head_name, "T": str(T), "live": str(live_share), "mode": BOTH}
     values = []
-    for row in rows:
+    for record in records:
         is_ours = (
-            row["implementation"].startswith("paw[")
-            and row["dead"] != "known"
-            and row["passes"] == "yes"
+            record["implementation"].startswith("paw[")
+            and record["dead"] != "known"
+            and record["passes"] == "yes"
         )
-        if is_ours and matches(row, columns):
-            values.append(float(row[column]))
+        if is_ours and matches(record, columns):
+            values.append(float(record[column]))
     if not values:
         return None
     return max(values) if largest else min(values)
 
 
-def ours(rows: Rows, T: int, live: float) -> float | None:
-    return best(rows, HEAD, T, live, "ms")
+def ours(records: Records, T: int, live_share: float) -> float | None:
+    return best(records, HEAD, T, live_share, "ms")
 
 
-def ratio(rows: Rows, T: int) -> float | None:
-    sparse = ours(rows, T, 0.4)
-    dense = ours(rows, T, 1.0)
-    if sparse is None or dense is None:
+def ratio(records: Records, T: int) -> float | None:
+    sparse_ms = ours(records, T, 0.4)
+    dense_ms = ours(records, T, 1.0)
+    if sparse_ms is None or dense_ms is None:
         return None
-    return sparse / dense
+    return sparse_ms / dense_ms
 
 
-def over_best_peer(rows: Rows, T: int) -> float | None:
-    """Our milliseconds at f = 0.4 over the fastest peer's; None if either is missing."""
+def over_best_peer(records: Records, T: int) -> float | None:
+    """Our milliseconds at f = 0.4 divided by the fastest peer's; None if either is missing."""
     columns = {"head": HEAD, "T": str(T), "mode": BOTH, "live": "0.4", "dead": "found"}
-    peers = []
-    for row in rows:
+    peer_times = []
+    for record in records:
         is_peer = (
-            row["ms"] and row["implementation"] != "matmul" and "paw[" not in row["implementation"]
+            record["ms"]
+            and record["implementation"] != "matmul"
+            and "paw[" not in record["implementation"]
         )
-        if is_peer and matches(row, columns):
-            peers.append(float(row["ms"]))
-    ms = ours(rows, T, 0.4)
-    if ms is None or not peers:
+        if is_peer and matches(record, columns):
+            peer_times.append(float(record["ms"]))
+    our_ms = ours(records, T, 0.4)
+    if our_ms is None or not peer_times:
         return None
-    return ms / min(peers)
+    return our_ms / min(peer_times)
 
 
-def memory_of(head: str) -> Callable[[Rows, Rows], float | None]:
-    """The measurement of a head's GiB beside a float32 dW."""
+def memory_of(head_name: str) -> Callable[[Records, Records], float | None]:
+    """The function that reads the GiB of a head beside a float32 dW."""
 
-    def gib(gpu: Rows, _: Rows) -> float | None:
-        mib = best(gpu, head, 32_768, 1.0, "beside_dw_mib")
-        return None if mib is None else mib / 1024
+    def gib(gpu_records: Records, _: Records) -> float | None:
+        peak_mib = best(gpu_records, head_name, 32_768, 1.0, "beside_dw_mib")
+        return None if peak_mib is None else peak_mib / 1024
 
     return gib
 
 
-def row_op(_: Rows, cpu: Rows) -> float | None:
-    """Torch's milliseconds for the row statistics over ours on a CPU; None if either is missing."""
-    ms = {
-        row["implementation"]: float(row["ms"])
-        for row in cpu
-        if row["mode"] == "row statistics" and row["ms"]
+def row_op(_: Records, cpu_records: Records) -> float | None:
+    """Torch's milliseconds for the row statistics divided by ours on a CPU; None if either is missing."""
+    ms_by_implementation = {
+        record["implementation"]: float(record["ms"])
+        for record in cpu_records
+        if record["mode"] == "row statistics" and record["ms"]
     }
-    if "torch" not in ms or "paw[cpu]" not in ms:
+    if "torch" not in ms_by_implementation or "paw[cpu]" not in ms_by_implementation:
         return None
-    return ms["torch"] / ms["paw[cpu]"]
+    return ms_by_implementation["torch"] / ms_by_implementation["paw[cpu]"]
 
 
-def measured_rows() -> tuple[Rows, Rows]:
-    """(rows of a GPU, an H200's if there is one; rows of a CPU); empty if there is no table."""
-    gpus: list[Rows] = []
-    cpus: list[Rows] = []
-    for path in sorted(RESULTS.glob("kernels_*.csv")):
-        rows = read(path)
-        if not rows or rows[0]["kind"] != "measured":
+def measured_rows() -> tuple[Records, Records]:
+    """(records of a GPU, preferably an H200; records of a CPU). Empty if there is no table."""
+    gpu_tables: list[Records] = []
+    cpu_tables: list[Records] = []
+    for table_path in sorted(RESULTS.glob("kernels_*.csv")):
+        records = read(table_path)
+        if not records or records[0]["kind"] != "measured":
             continue
-        if rows[0]["cuda"]:
-            gpus.append(rows)
+        if records[0]["cuda"]:
+            gpu_tables.append(records)
         else:
-            cpus.append(rows)
-    gpus.sort(key=lambda rows: "H200" not in rows[0]["device"])
-    return gpus[0] if gpus else [], cpus[0] if cpus else []
+            cpu_tables.append(records)
+    gpu_tables.sort(key=lambda records: "H200" not in records[0]["device"])
+    return gpu_tables[0] if gpu_tables else [], cpu_tables[0] if cpu_tables else []
 
 
 # --- the tables
@@ -280,94 +290,100 @@ def span(terms: list[Term]) -> str:
     return f"{total(terms, BEST):.2f} .. {total(terms, CAUTIOUS):.2f}"
 
 
-def verdict(ms: float) -> str:
+def verdict(predicted: float) -> str:
     """A predicted time relative to the best peer's published one."""
-    return f"{ms / min(QUACK_MS, LIGER_MS):.2f} x"
+    return f"{predicted / min(QUACK_MS, LIGER_MS):.2f} x"
 
 
 def markdown() -> str:
-    """The table of what must be reached, and the two backends beside their peers."""
-    gpu, cpu = measured_rows()
-    lines = ["| what | must | predicted (margin) | measured |", "|---|---|---|---|"]
-    lines += [must.line(gpu, cpu) for must in table()]
-    lines += ["", backends_and_peers()]
-    return "\n".join(lines)
+    """The table of what must be reached, and both backends beside their peers."""
+    gpu_records, cpu_records = measured_rows()
+    table_lines = ["| what | must | predicted (margin) | measured |", "|---|---|---|---|"]
+    table_lines += [must.line(gpu_records, cpu_records) for must in table()]
+    table_lines += ["", backends_and_peers()]
+    return "\n".join(table_lines)
 
 
 def cpu_markdown() -> str:
-    """Milliseconds and MiB of forward + backward on a CPU, a line for each implementation.
+    """Milliseconds and MiB of forward + backward on a CPU, with a line for each implementation.
 
-    Below it what must be reached, on this processor and on an older one.
+    Below that, what must be reached, on this processor and on an older one.
     """
-    rows = both_modes(read(RESULTS / "kernels_cpu.csv"))
-    older = both_modes(read(RESULTS / "kernels_cpu_avx2.csv"))
+    records = both_modes(read(RESULTS / "kernels_cpu.csv"))
+    older_records = both_modes(read(RESULTS / "kernels_cpu_avx2.csv"))
 
-    cells = {}
-    cases = set()
-    for row in rows:
-        case = row["mode"], row["implementation"], row["live"]
-        cells[*case, row["head"]] = time_and_memory(row)
-        if row["live"] == "1.0" or row["implementation"] == "paw[cpu]":
-            cases.add(case)
+    cell_texts = {}
+    case_keys = set()
+    for record in records:
+        case_key = record["mode"], record["implementation"], record["live"]
+        cell_texts[*case_key, record["head"]] = time_and_memory(record)
+        if record["live"] == "1.0" or record["implementation"] == "paw[cpu]":
+            case_keys.add(case_key)
 
-    heads = heads_of(rows)
-    lines = titles(heads)
-    for mode, name, live in sorted(cases):
-        label = name
-        if live != "1.0":
-            label += f", f = {float(live):g}"
+    head_shapes = heads_of(records)
+    table_lines = titles(head_shapes)
+    for mode, implementation, live_share in sorted(case_keys):
+        label = implementation
+        if live_share != "1.0":
+            label += f", f = {float(live_share):g}"
         if mode == STATISTICS:
             label += ", statistics"
-        cells_of_line = [cells.get((mode, name, live, head), "") for head, *_ in heads]
-        lines.append(f"| {label} | {' | '.join(cells_of_line)} |")
+        cells_of_line = [
+            cell_texts.get((mode, implementation, live_share, head_name), "")
+            for head_name, *_ in head_shapes
+        ]
+        table_lines.append(f"| {label} | {' | '.join(cells_of_line)} |")
 
-    lines += ["", "Speed over the fastest peer's, and what it must be:", "", *over_peers(rows)]
-    lines += ["", "On the AVX2 processor:", "", *over_peers(older)]
-    return "\n".join(lines)
+    table_lines += ["", "Speed over the fastest peer's, and what it must be:", ""]
+    table_lines += over_peers(records)
+    table_lines += ["", "On the AVX2 processor:", "", *over_peers(older_records)]
+    return "\n".join(table_lines)
 
 
-def both_modes(rows: Rows) -> Rows:
-    """The timed rows of forward + backward and of statistics + backward, without those whose dead
+def both_modes(records: Records) -> Records:
+    """The timed records of forward + backward and statistics + backward, except those whose dead
     rows are known."""
     return [
-        row
-        for row in rows
-        if row["mode"] in (BOTH, STATISTICS) and row["dead"] != "known" and row["ms"]
+        record
+        for record in records
+        if record["mode"] in (BOTH, STATISTICS) and record["dead"] != "known" and record["ms"]
     ]
 
 
-def time_and_memory(row: dict[str, str]) -> str:
-    ms = float(row["ms"])
-    digits = f"{ms:,.4g}" if ms < 1e4 else f"{ms:,.0f}"
-    return f"{digits} ms, {float(row['peak_mib']):,.0f} MiB"
+def time_and_memory(record: dict[str, str]) -> str:
+    milliseconds = float(record["ms"])
+    digits = f"{milliseconds:,.4g}" if milliseconds < 1e4 else f"{milliseconds:,.0f}"
+    return f"{digits} ms, {float(record['peak_mib']):,.0f} MiB"
 
 
-def heads_of(rows: Rows) -> list[tuple[str, ...]]:
-    """(head, T, D, V) of the rows, each once, in the order of the rows."""
-    return list(dict.fromkeys((row["head"], row["T"], row["D"], row["V"]) for row in rows))
+def heads_of(records: Records) -> list[tuple[str, ...]]:
+    """The distinct (head, T, D, V) of the records, in their order."""
+    return list(
+        dict.fromkeys((record["head"], record["T"], record["D"], record["V"]) for record in records)
+    )
 
 
-def titles(heads: list[tuple[str, ...]]) -> list[str]:
-    shapes = [f"{T} x {int(V):,} x {D}" for _, T, D, V in heads]
-    return [f"| T x V x D | {' | '.join(shapes)} |", "|---" * (1 + len(heads)) + "|"]
+def titles(head_shapes: list[tuple[str, ...]]) -> list[str]:
+    shapes = [f"{T} x {int(V):,} x {D}" for _, T, D, V in head_shapes]
+    return [f"| T x V x D | {' | '.join(shapes)} |", "|---" * (1 + len(head_shapes)) + "|"]
 
 
-def over_peers(rows: Rows) -> list[str]:
-    """The table of speeds over the fastest peer."""
-    heads = heads_of(rows)
-    lines = titles(heads)
-    for label, mode, live, limits in CPU_MUSTS:
+def over_peers(records: Records) -> list[str]:
+    """The table of speeds relative to the fastest peer."""
+    head_shapes = heads_of(records)
+    table_lines = titles(head_shapes)
+    for label, mode, live_share, limits in CPU_MUSTS:
         cells = []
-        for (head, *_), limit in zip(heads, limits, strict=False):
-            speed_and_share = over_fastest_peer(rows, head, mode, live)
+        for (head_name, *_), limit in zip(head_shapes, limits, strict=False):
+            speed_and_share = over_fastest_peer(records, head_name, mode, live_share)
             if speed_and_share is None:
                 cells.append("")
                 continue
             speed, share = speed_and_share
             verdict = "met" if speed >= limit else "missed"
             cells.append(f"{speed:.2f}, must {limit:g}: {verdict} ({share:.0%} matmuls)")
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return lines
+        table_lines.append(f"| {label} | {' | '.join(cells)} |")
+    return table_lines
 
 
 CPU_MUSTS = (
@@ -375,37 +391,43 @@ CPU_MUSTS = (
     ("f = 0.4", BOTH, "0.4", (1.5, 1.5, 1.5)),
     ("statistics", STATISTICS, "1.0", (1, 1.3, 1.3)),
 )
-"""(label, mode, live, least speed over the fastest peer for each head)."""
+"""(label, mode, live, least speed relative to the fastest peer for each head)."""
 
 
-def over_fastest_peer(rows: Rows, head: str, mode: str, live: str) -> tuple[float, float] | None:
-    """(speed over the fastest peer, share of bare matmuls); None if either side is missing.
+def over_fastest_peer(
+    records: Records, head_name: str, mode: str, live_share: str
+) -> tuple[float, float] | None:
+    """(speed relative to the fastest peer, share of bare matmuls), or None if either side is missing.
 
-    Peers do the same work whatever f is: if none was timed beside ours, those at f = 1 count.
+    Peers do the same work for every f. If none was timed beside ours, those at f = 1 count.
     """
-    own_row = None
-    peers = []
-    for row in rows:
-        if row["head"] != head or row["mode"] != mode:
+    own_record = None
+    peer_records = []
+    for record in records:
+        if record["head"] != head_name or record["mode"] != mode:
             continue
-        if not row["implementation"].startswith("paw["):
-            peers.append(row)
-        elif row["implementation"] == "paw[cpu]" and row["live"] == live and own_row is None:
-            own_row = row
-    if own_row is None or not peers:
+        if not record["implementation"].startswith("paw["):
+            peer_records.append(record)
+        elif (
+            record["implementation"] == "paw[cpu]"
+            and record["live"] == live_share
+            and own_record is None
+        ):
+            own_record = record
+    if own_record is None or not peer_records:
         return None
-    peers_beside = [row for row in peers if row["live"] == live]
-    fastest = min(float(row["ms"]) for row in peers_beside or peers)
-    return fastest / float(own_row["ms"]), float(own_row["share"])
+    peers_beside = [record for record in peer_records if record["live"] == live_share]
+    fastest = min(float(record["ms"]) for record in peers_beside or peer_records)
+    return fastest / float(own_record["ms"]), float(own_record["share"])
 
 
-def updated(text: str) -> str:
-    """The page with today's tables, in the order of the marks."""
-    parts = text.split(BEGIN)
-    for i, block in enumerate((markdown(), cpu_markdown()), start=1):
-        _, after = parts[i].split(END, 1)
-        parts[i] = f"\n\n{block}\n\n{END}{after}"
-    return BEGIN.join(parts)
+def updated(page: str) -> str:
+    """The page with the current tables between its marks, in order."""
+    sections = page.split(BEGIN)
+    for position, tables in enumerate((markdown(), cpu_markdown()), start=1):
+        _, rest_of_page = sections[position].split(END, 1)
+        sections[position] = f"\n\n{tables}\n\n{END}{rest_of_page}"
+    return BEGIN.join(sections)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What the fused head is measured against: every peer is a function (hidden [T, D], weight [V, D], target [T]) -> loss.
+"""The peers of the fused head. Each is a function (hidden [T, D], weight [V, D], target [T]) -> loss.
 
-The loss is the cross-entropy of each row ([T] float32) if the peer returns it, else the mean over
-rows. Peers know no row without a gradient, so they work on every row they are given. Each
-library is imported when its peer first runs; `why_not` says what is missing. Read from the sources
-of liger-kernel 0.8.5, quack-kernels 0.6.5, cut-cross-entropy 25.1.1, torch 2.13 and prime-rl.
+The loss is the cross-entropy of each row ([T] float32) if the peer returns it, otherwise the mean
+over rows. Peers cannot skip rows without a gradient, so they work on every row they are given. Each
+library is imported when its peer first runs; `why_not` says what is missing. Based on the sources of
+liger-kernel 0.8.5, quack-kernels 0.6.5, cut-cross-entropy 25.1.1, torch 2.13 and prime-rl.
 """
 
 import importlib.metadata
@@ -24,18 +24,18 @@ class Peer:
     name: str
     loss: Loss
     passes: int
-    """Matmuls of [T, D] by [V, D] size in forward + backward."""
+    """Matmuls of [T, D] by [V, D] in forward + backward."""
     package: str = "torch"
-    """Distribution whose version goes into the table."""
+    """The distribution whose version goes into the table."""
     module: str = "torch"
-    """Must be importable, and so must `needs`."""
+    """This module and `needs` must be importable."""
     needs: str = "torch"
     gpu_only: bool = False
     is_cross_entropy: bool = True
-    """False: the value is another loss with the gradient of the mean cross-entropy."""
+    """If False, the value is a different loss with the gradient of the mean cross-entropy."""
 
     def why_not(self, device: torch.device) -> str | None:
-        """Why it cannot run on `device`; None if it can."""
+        """Why the peer cannot run on `device`, or None if it can."""
         if self.gpu_only and device.type != "cuda":
             return "needs a GPU"
         if self.name == "torch_linear_ce" and not hasattr(F, "linear_cross_entropy"):
@@ -58,7 +58,7 @@ def naive(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def naive_fp32(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Full logits, rounded by the matmul, then float32: what most trainers do."""
+    """Full logits, rounded by the matmul, then cast to float32, as in most trainers."""
     return F.cross_entropy((hidden @ weight.t()).float(), target, reduction="none")
 
 
@@ -72,14 +72,14 @@ def compiled(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def torch_linear_ce(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """torch's own chunked operator; without options it would build the full logits."""
+    """torch's own chunked operator. Without options it would build the full logits."""
     return F.linear_cross_entropy(
         hidden, weight, target, options=torch.nn.LinearCrossEntropyOptions()
     )
 
 
 def liger_triton(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Liger's default; chunks of about T D / V rows, accumulator of dW in the dtype of the
+    """Liger's default: chunks of about T D / V rows, with dW accumulated in the dtype of the
     weight."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
@@ -87,7 +87,7 @@ def liger_triton(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def liger_cute(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Hopper only; one chunk, so its buffer is [T, V]; T a multiple of 128, V of 256."""
+    """Hopper only. One chunk, so its buffer is [T, V]. T must be a multiple of 128, V of 256."""
     from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
         liger_fused_linear_cross_entropy_sm90,
     )
@@ -96,7 +96,7 @@ def liger_cute(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def liger_grpo(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Advantages of 1 and a ratio of 1: the gradient of the mean cross-entropy.
+    """GRPO with advantages and ratios of 1, which has the gradient of the mean cross-entropy.
 
     Sequences of up to 2,048 tokens.
     """
@@ -110,27 +110,27 @@ def liger_grpo(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Apple's, with its default gradient filter: blocks of p below 2^-12 (bf16) get no gradient."""
+    """Apple's head with its default filter: blocks with p below 2^-12 (bf16) get no gradient."""
     from cut_cross_entropy import linear_cross_entropy
 
     return linear_cross_entropy(hidden, weight, target, reduction="none")
 
 
 def quack(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Chunks of 4,096 rows; on Hopper its scaled-exponential pipeline if V is a multiple of 128."""
+    """Chunks of 4,096 rows, with the scaled-exponential pipeline on Hopper if V is a multiple of 128."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     return chunked_linear_cross_entropy(hidden, weight, target)
 
 
 TOKENS = 8192
-"""Rows of a tile of the prime-rl-style head: the trainer's automatic setting."""
+"""Rows of a tile in the prime-rl-style head, as its trainer sets them automatically."""
 VOCABULARY = 8192
-"""Columns of a tile: its fixed vocabulary block."""
+"""Columns of a tile, its fixed vocabulary block."""
 
 
 class _TiledLogProbs(torch.autograd.Function):
-    """Online softmax over vocabulary blocks; backward recomputes the logits of every tile."""
+    """Online softmax over vocabulary blocks. The backward recomputes the logits of every tile."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,47 +139,49 @@ class _TiledLogProbs(torch.autograd.Function):
         entropy = torch.empty(T, device=hidden.device)
         log_sum = torch.empty(T, device=hidden.device)
         for rows in _blocks(T, TOKENS):
-            x = hidden[rows]
-            y = target[rows]
-            top = torch.full(y.shape, -torch.inf, device=x.device)
-            total = torch.zeros(y.shape, device=x.device)
-            dot = torch.zeros(y.shape, device=x.device)
-            at_target = torch.zeros(y.shape, device=x.device)
+            hidden_tile = hidden[rows]
+            target_tile = target[rows]
+            largest_logit = torch.full(target_tile.shape, -torch.inf, device=hidden_tile.device)
+            exp_sum = torch.zeros(target_tile.shape, device=hidden_tile.device)
+            weighted_sum = torch.zeros(target_tile.shape, device=hidden_tile.device)
+            at_target = torch.zeros(target_tile.shape, device=hidden_tile.device)
             for columns in _blocks(weight.shape[0], VOCABULARY):
-                z = (x @ weight[columns].t()).float()
-                new_top = torch.maximum(top, z.amax(1))
-                shrink = (top - new_top).exp()
-                exponentials = (z - new_top[:, None]).exp()
-                total = total * shrink + exponentials.sum(1)
-                dot = dot * shrink + (exponentials * z).sum(1)
-                top = new_top
-                inside, column = _within(y, columns)
-                at_target += z.gather(1, column[:, None]).squeeze(1) * inside
-            log_sum[rows] = top + total.log()
+                logits_tile = (hidden_tile @ weight[columns].t()).float()
+                new_top = torch.maximum(largest_logit, logits_tile.amax(1))
+                shrink = (largest_logit - new_top).exp()
+                exponentials = (logits_tile - new_top[:, None]).exp()
+                exp_sum = exp_sum * shrink + exponentials.sum(1)
+                weighted_sum = weighted_sum * shrink + (exponentials * logits_tile).sum(1)
+                largest_logit = new_top
+                inside, column = _within(target_tile, columns)
+                at_target += logits_tile.gather(1, column[:, None]).squeeze(1) * inside
+            log_sum[rows] = largest_logit + exp_sum.log()
             logp[rows] = at_target - log_sum[rows]
-            entropy[rows] = log_sum[rows] - dot / total
+            entropy[rows] = log_sum[rows] - weighted_sum / exp_sum
         ctx.save_for_backward(hidden, weight, target, log_sum)
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
-    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, d_logp: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden, weight, target, log_sum = ctx.saved_tensors
         d_hidden = torch.zeros_like(hidden)
         d_weight = torch.zeros_like(weight)
         for rows in _blocks(hidden.shape[0], TOKENS):
-            x = hidden[rows]
-            y = target[rows]
-            upstream = grad[rows]
+            hidden_tile = hidden[rows]
+            target_tile = target[rows]
+            upstream = d_logp[rows]
             for columns in _blocks(weight.shape[0], VOCABULARY):
-                w = weight[columns]
-                p = ((x @ w.t()).float() - log_sum[rows, None]).exp()
-                inside, column = _within(y, columns)
-                dz = -upstream[:, None] * p
-                dz.scatter_add_(1, column[:, None], (upstream * inside)[:, None])
-                dz = dz.to(x.dtype)
-                d_hidden[rows] += dz @ w
-                d_weight[columns] += dz.t() @ x
+                weight_tile = weight[columns]
+                probabilities = (
+                    (hidden_tile @ weight_tile.t()).float() - log_sum[rows, None]
+                ).exp()
+                inside, column = _within(target_tile, columns)
+                d_logits = -upstream[:, None] * probabilities
+                d_logits.scatter_add_(1, column[:, None], (upstream * inside)[:, None])
+                d_logits = d_logits.to(hidden_tile.dtype)
+                d_hidden[rows] += d_logits @ weight_tile
+                d_weight[columns] += d_logits.t() @ hidden_tile
         return d_hidden, d_weight, None
 
 
@@ -194,7 +196,7 @@ def _within(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 
 
 def prime_rl(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """In the style of prime-rl's fused head, without the host waits of the original."""
+    """A head in the style of prime-rl's fused one, without the host waits of the original."""
     return -_TiledLogProbs.apply(hidden, weight, target)[0]
 
 

@@ -1,9 +1,9 @@
-"""Head problems with a chosen share of live rows, and what they should give in float64.
+"""Head problems with a chosen share of live rows, and their float64 results.
 
-How a row dies after the forward: its hidden state points at its target's row of the weight, so p >
-rho, and CMAE masks it. Only the forward can tell. Live rows are actions (advantage +1 or -1, on
-policy) and observations with p near 1/V, in turn. Every row enters the forward, unless it is known
-before which rows are dead: then only the live ones are gathered.
+A row dies in the forward because its hidden state points at its target's row of the weight: then
+p > rho, and CMAE masks the row. Only the forward can tell. Live rows alternate between actions
+(advantage +1 or -1, on policy) and observations with p near 1/V. Every row enters the forward,
+unless the dead rows are known beforehand; then only the live ones are gathered.
 """
 
 import math
@@ -29,10 +29,10 @@ class Tokens:
 
 
 def paw_loss(logp: Tensor, entropy: Tensor, batch: Tokens) -> Tensor:
-    """The surrogate without a clip, which rows on policy do not reach, and CMAE."""
-    p = logp.exp()
+    """CMAE, and the surrogate without its clip, which on-policy rows do not reach."""
+    probability = logp.exp()
     surrogate = -batch.advantage * (logp - batch.old_logp).exp()
-    cmae = torch.where(p.detach() <= RHO, 1 - p, 0.0)
+    cmae = torch.where(probability.detach() <= RHO, 1 - probability, 0.0)
     return batch.weight * torch.where(batch.observation, cmae, surrogate)
 
 
@@ -45,10 +45,10 @@ HEADS = {  # name: (D, V)
 }
 RHO = 0.2
 CHECKED = 64
-"""Rows of hidden and rows of the weight whose gradients are compared with float64."""
+"""How many rows of hidden, and of the weight, have their gradients compared with float64."""
 _ROWS = 8192
 _COLUMNS = 16_384
-"""Of one float64 tile of logits: 1 GiB."""
+"""Rows and columns of one float64 tile of logits, which takes 1 GiB."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Problem:
     """[T] int64."""
     rows: Tokens
     known: bool
-    """Whether it is known before the forward which rows live."""
+    """Whether the live rows are known before the forward."""
     live: Tensor
     """[f T] int64, ascending: rows with a gradient."""
     log_sum: Tensor
@@ -71,37 +71,43 @@ class Problem:
     checked: Tensor
     """[n] int64: rows whose d_hidden is compared."""
     words: Tensor
-    """[m] int64: tokens whose rows of d_weight are compared; half of them targets of live rows."""
+    """[m] int64: tokens whose rows of d_weight are compared; half of them are targets of live rows."""
 
     @cached_property
     def plain(self) -> "Errors":
-        """The errors of plain torch in the dtype of the inputs, on the checked rows: the yardstick
-        of `passes`."""
-        index = self.checked
-        x = self.hidden[index].requires_grad_()
-        w = self.weight.detach().requires_grad_()
-        logp = (x @ w.t()).log_softmax(-1).gather(1, self.target[index, None]).squeeze(1)
-        part = replace(
+        """The errors of plain torch on the checked rows, in the dtype of the inputs.
+
+        `passes` compares with them.
+        """
+        row_index = self.checked
+        hidden = self.hidden[row_index].requires_grad_()
+        weight = self.weight.detach().requires_grad_()
+        target = self.target[row_index]
+        logp = (hidden @ weight.t()).log_softmax(-1).gather(1, target[:, None]).squeeze(1)
+        checked_problem = replace(
             self,
-            hidden=self.hidden[index],
-            target=self.target[index],
-            log_sum=self.log_sum[index],
-            logp=self.logp[index],
-            rows=self.rows.take(index),
+            hidden=self.hidden[row_index],
+            target=target,
+            log_sum=self.log_sum[row_index],
+            logp=self.logp[row_index],
+            rows=self.rows.take(row_index),
             known=False,
-            checked=torch.arange(index.numel(), device=index.device),
+            checked=torch.arange(row_index.numel(), device=row_index.device),
         )
-        a = 0.7 * slope_of_mean(part)  # powers of two would round to nothing in 16 bits
-        gradients = list(torch.autograd.grad((a * logp).sum(), (x, w)))
-        return errors(part, a, loss=None, logp=logp.detach(), gradients=gradients)
+        # Powers of two would not be rounded in 16 bits.
+        logp_slope = 0.7 * slope_of_mean(checked_problem)
+        gradients = list(torch.autograd.grad((logp_slope * logp).sum(), (hidden, weight)))
+        return errors(
+            checked_problem, logp_slope, loss=None, logp=logp.detach(), gradients=gradients
+        )
 
 
 @dataclass(frozen=True)
 class Errors:
     """Errors against float64; None if the implementation does not return that result.
 
-    Of loss and logp the largest absolute one, nats; of gradients the norm of the difference over
-    the norm.
+    loss and logp: the largest absolute error, in nats. Gradients: the norm of the difference divided
+    by the norm of the true gradient.
     """
 
     loss: float | None = None
@@ -123,9 +129,9 @@ def make_problem(
 ) -> Problem:
     """A problem in which round(live T) rows have a gradient.
 
-    `known`: whether the others are known before the forward, so that only live rows are gathered.
-    Raises ValueError if D is too small to make rows live or dead: then other rows of the weight
-    point the same way as the target's.
+    `known`: whether the other rows are known before the forward, so that only live rows are gathered.
+    Raises ValueError if D is too small to make rows live or dead, because other rows of the weight
+    then point in the same direction as the target's.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -135,28 +141,28 @@ def make_problem(
     weight = randn(V, D).mul_(D**-0.5)
     hidden = randn(T, D)
     target = torch.randint(V, (T,), generator=generator, device=device)
-    L = round(live * T)
-    order = choose(T, T, generator)
-    alive = order[:L].sort().values
-    dead = order[L:]
+    live_count = round(live * T)
+    shuffled = choose(T, T, generator)
+    alive = shuffled[:live_count].sort().values
+    dead = shuffled[live_count:]
 
     point_at_targets(hidden, weight, target, dead)
     log_sum = log_sums(hidden, weight)
     logp = target_logits(hidden, weight, target) - log_sum
     check_rows(logp, alive, dead, D=D, V=V)
-    rows = make_tokens(alive, logp, generator)
-    checked, words = checked_parts(alive, dead, target, V, generator)
+    row_tokens = make_tokens(alive, logp, generator)
+    checked, checked_words = checked_parts(alive, dead, target, V, generator)
     return Problem(
         hidden=hidden,
         weight=weight,
         target=target,
-        rows=rows,
+        rows=row_tokens,
         known=known,
         live=alive,
         log_sum=log_sum,
         logp=logp,
         checked=checked,
-        words=words,
+        words=checked_words,
     )
 
 
@@ -168,40 +174,40 @@ def choose(count: int, total: int, generator: torch.Generator) -> Tensor:
 def checked_parts(
     alive: Tensor, dead: Tensor, target: Tensor, V: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """(rows whose results are checked, words whose weights' gradients are checked)."""
+    """(rows whose results are checked, tokens whose weight gradients are checked)."""
     half = CHECKED // 2
     checked = dead[:half]
     if len(alive):
-        drawn = choose(min(half, len(alive)), len(alive), generator)
-        checked = torch.cat((alive[drawn], checked))
-    words = torch.cat((target[alive[:half]], choose(half, V, generator))).unique()
-    return checked, words
+        drawn_live = choose(min(half, len(alive)), len(alive), generator)
+        checked = torch.cat((alive[drawn_live], checked))
+    checked_words = torch.cat((target[alive[:half]], choose(half, V, generator))).unique()
+    return checked, checked_words
 
 
 def check_rows(logp: Tensor, alive: Tensor, dead: Tensor, *, D: int, V: int) -> None:
-    """Raises ValueError if live rows cannot be told from dead ones by their targets' p."""
+    """Raises ValueError if the targets' p does not separate live rows from dead ones."""
     if (logp[dead].exp() < 2 * RHO).any() or (logp[alive].exp() > RHO / 2).any():
         raise ValueError(f"D={D} is too small to tell live rows from dead ones at V={V}")
 
 
 def make_tokens(alive: Tensor, logp: Tensor, generator: torch.Generator) -> Tokens:
-    """What the loss reads: every second live row is of a response, with an advantage of 1 or -1."""
+    """What the loss reads. Every second live row belongs to a response with an advantage of 1 or -1."""
     T = len(logp)
     observation = torch.ones(T, dtype=torch.bool, device=logp.device)
     observation[alive[::2]] = False
-    sign = torch.randint(2, (T,), generator=generator, device=logp.device) * 2.0 - 1
+    advantage_sign = torch.randint(2, (T,), generator=generator, device=logp.device) * 2.0 - 1
     return Tokens(
-        weight=torch.full_like(sign, 0.7 / T),
+        weight=torch.full_like(advantage_sign, 0.7 / T),
         observation=observation,
-        advantage=sign,
+        advantage=advantage_sign,
         old_logp=logp.float(),
     )
 
 
 def point_at_targets(hidden: Tensor, weight: Tensor, target: Tensor, dead: Tensor) -> None:
-    """Adds to the hidden states of `dead` what makes their targets' logits log V + 8.
+    """Raises the targets' logits of the rows `dead` to log V + 8, by changing their hidden states.
 
-    That is a p of about 0.99 against V - 1 others near 0.
+    If the V - 1 other logits are near 0, the target's p is about 0.99.
     """
     direction = weight[target[dead]].float()
     norm_squared = direction.square().sum(1, keepdim=True)
@@ -212,78 +218,84 @@ def point_at_targets(hidden: Tensor, weight: Tensor, target: Tensor, dead: Tenso
 def log_sums(hidden: Tensor, weight: Tensor) -> Tensor:
     """log sum_j exp(z_j), [T] float64, tile by tile."""
     totals = []
-    for rows in hidden.split(_ROWS):
-        x = rows.double()
-        total = torch.full((x.shape[0],), -torch.inf, dtype=torch.float64, device=x.device)
-        for w in weight.split(_COLUMNS):
-            total = torch.logaddexp(total, torch.logsumexp(x @ w.double().t(), 1))
-        totals.append(total)
+    for hidden_tile in hidden.split(_ROWS):
+        hidden_double = hidden_tile.double()
+        log_sum = hidden_double.new_full((len(hidden_double),), -torch.inf)
+        for weight_tile in weight.split(_COLUMNS):
+            logits = hidden_double @ weight_tile.double().t()
+            log_sum = torch.logaddexp(log_sum, logits.logsumexp(1))
+        totals.append(log_sum)
     return torch.cat(totals) if totals else hidden.new_empty(0, dtype=torch.float64)
 
 
 def target_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    pairs = zip(hidden.split(_ROWS), target.split(_ROWS), strict=True)
-    return torch.cat([(x.double() * weight[y].double()).sum(1) for x, y in pairs])
+    """The logit of each row's target, [T] float64, tile by tile."""
+    logits = []
+    for hidden_tile, target_tile in zip(hidden.split(_ROWS), target.split(_ROWS), strict=True):
+        products = hidden_tile.double() * weight[target_tile].double()
+        logits.append(products.sum(1))
+    return torch.cat(logits)
 
 
 def slope_of_rows(problem: Problem) -> Tensor:
-    """a = dL/dlogp of `paw_loss` of each row, [T] float64, written out for the rows made here."""
-    rows = problem.rows
-    p = problem.logp.exp()
-    action = -rows.advantage * (problem.logp - rows.old_logp).exp()
-    cmae = torch.where(p <= RHO, -p, 0.0)
-    return rows.weight * torch.where(rows.observation, cmae, action)
+    """dL/dlogp of `paw_loss` for each row, [T] float64, written out for the rows made here."""
+    row_tokens = problem.rows
+    probability = problem.logp.exp()
+    action = -row_tokens.advantage * (problem.logp - row_tokens.old_logp).exp()
+    cmae = torch.where(probability <= RHO, -probability, 0.0)
+    return row_tokens.weight * torch.where(row_tokens.observation, cmae, action)
 
 
 def loss_of_rows(problem: Problem) -> Tensor:
-    """The sum of `paw_loss` over the rows that are run, scalar float64."""
-    rows = problem.rows
-    p = problem.logp.exp()
-    action = -rows.advantage * (problem.logp - rows.old_logp).exp()
-    cmae = torch.where(p <= RHO, 1 - p, 0.0)
-    loss = rows.weight * torch.where(rows.observation, cmae, action)
+    """The sum of `paw_loss` over the rows that enter the forward, scalar float64."""
+    row_tokens = problem.rows
+    probability = problem.logp.exp()
+    action = -row_tokens.advantage * (problem.logp - row_tokens.old_logp).exp()
+    cmae = torch.where(probability <= RHO, 1 - probability, 0.0)
+    row_losses = row_tokens.weight * torch.where(row_tokens.observation, cmae, action)
     if problem.known:
-        loss = loss[problem.live]
-    return loss.sum()
+        row_losses = row_losses[problem.live]
+    return row_losses.sum()
 
 
-def slope_of_mean(problem: Problem, index: Tensor | None = None) -> Tensor:
-    """a of the mean cross-entropy of the rows `index` (all if None), [T] float64."""
-    if index is None:
+def slope_of_mean(problem: Problem, row_index: Tensor | None = None) -> Tensor:
+    """dL/dlogp of the mean cross-entropy of the rows `row_index` (all if None), [T] float64."""
+    if row_index is None:
         return torch.full_like(problem.logp, -1 / problem.target.numel())
-    a = torch.zeros_like(problem.logp)
-    a[index] = -1 / index.numel()
-    return a
+    slope = torch.zeros_like(problem.logp)
+    slope[row_index] = -1 / row_index.numel()
+    return slope
 
 
-def d_hidden(problem: Problem, a: Tensor) -> Tensor:
-    """a_t (W_y - sum_j p_j W_j) of the checked rows, [n, D] float64."""
-    index = problem.checked
-    x = problem.hidden[index].double()
-    log_sum = problem.log_sum[index, None]
-    mean = torch.zeros_like(x)
-    for w in problem.weight.split(_COLUMNS):
-        w = w.double()
-        mean += (x @ w.t() - log_sum).exp() @ w
-    return a[index, None] * (problem.weight[problem.target[index]].double() - mean)
+def d_hidden(problem: Problem, slope: Tensor) -> Tensor:
+    """slope_t (W_y - sum_j p_j W_j) of the checked rows t, [n, D] float64."""
+    row_index = problem.checked
+    hidden = problem.hidden[row_index].double()
+    log_sum = problem.log_sum[row_index, None]
+    mean_weight = torch.zeros_like(hidden)
+    for weight_tile in problem.weight.split(_COLUMNS):
+        weight_tile = weight_tile.double()
+        mean_weight += (hidden @ weight_tile.t() - log_sum).exp() @ weight_tile
+    target_weight = problem.weight[problem.target[row_index]].double()
+    return slope[row_index, None] * (target_weight - mean_weight)
 
 
-def d_weight(problem: Problem, a: Tensor) -> Tensor:
-    """sum_t a_t (1[y_t = j] - p_tj) h_t of the checked words j, [m, D] float64."""
-    words = problem.weight[problem.words].double()
-    total = torch.zeros_like(words)
-    for start in range(0, a.numel(), _ROWS):
-        part = slice(start, start + _ROWS)
-        x = problem.hidden[part].double()
-        p = (x @ words.t() - problem.log_sum[part, None]).exp()
-        hit = problem.target[part, None] == problem.words
-        total += ((hit.double() - p) * a[part, None]).t() @ x
-    return total
+def d_weight(problem: Problem, slope: Tensor) -> Tensor:
+    """sum_t slope_t (1[y_t = j] - p_tj) h_t of the checked tokens j, [m, D] float64."""
+    checked_weight = problem.weight[problem.words].double()
+    gradient = torch.zeros_like(checked_weight)
+    for tile_start in range(0, slope.numel(), _ROWS):
+        tile = slice(tile_start, tile_start + _ROWS)
+        hidden_tile = problem.hidden[tile].double()
+        probabilities = (hidden_tile @ checked_weight.t() - problem.log_sum[tile, None]).exp()
+        is_target = problem.target[tile, None] == problem.words
+        gradient += ((is_target.double() - probabilities) * slope[tile, None]).t() @ hidden_tile
+    return gradient
 
 
 def errors(
     problem: Problem,
-    a: Tensor,
+    slope: Tensor,
     *,
     loss: tuple[Tensor, Tensor] | None,
     logp: Tensor | None,
@@ -291,13 +303,13 @@ def errors(
 ) -> Errors:
     """The errors of an implementation's results.
 
-    `loss` is (its value, the true one); `logp` of all rows, or of the live ones if they are known;
-    `gradients` are those of hidden [T, D] and weight [V, D], or none.
+    `loss` is (measured, true). `logp` has all rows, or only the live ones if they are known.
+    `gradients` are those of hidden [T, D] and weight [V, D], or empty. `slope` is dL/dlogp, [T].
     """
     result = Errors()
     if loss is not None:
-        value, true = loss
-        result = replace(result, loss=(value.double() - true).abs().item())
+        measured_loss, true_loss = loss
+        result = replace(result, loss=(measured_loss.double() - true_loss).abs().item())
     if logp is not None and logp.numel():
         true_logp = problem.logp[problem.live] if problem.known else problem.logp
         result = replace(result, logp=(logp.double() - true_logp).abs().amax().item())
@@ -305,21 +317,21 @@ def errors(
         for_hidden, for_weight = gradients
         result = replace(
             result,
-            d_hidden=relative(for_hidden[problem.checked], d_hidden(problem, a)),
-            d_weight=relative(for_weight[problem.words], d_weight(problem, a)),
+            d_hidden=relative(for_hidden[problem.checked], d_hidden(problem, slope)),
+            d_weight=relative(for_weight[problem.words], d_weight(problem, slope)),
         )
     return result
 
 
-def relative(value: Tensor, true: Tensor) -> float:
-    return ((value.double() - true).norm() / true.norm()).item()
+def relative(measured: Tensor, expected: Tensor) -> float:
+    return ((measured.double() - expected).norm() / expected.norm()).item()
 
 
 def passes(measured: Errors, plain: Errors) -> bool:
-    """Whether every error is at most twice that of plain torch, plus 1e-4: the bar of QuACK's own
+    """Whether every error is at most twice that of plain torch, plus 1e-4, as in QuACK's own
     tests."""
-    for name in ("logp", "d_hidden", "d_weight"):
-        error = getattr(measured, name)
-        if error is not None and not error <= 2 * getattr(plain, name) + 1e-4:
+    for result_name in ("logp", "d_hidden", "d_weight"):
+        error = getattr(measured, result_name)
+        if error is not None and not error <= 2 * getattr(plain, result_name) + 1e-4:
             return False
     return True

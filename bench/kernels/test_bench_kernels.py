@@ -1,4 +1,4 @@
-"""The fused head against plain torch on a CPU, in one run: pytest bench --benchmark-only."""
+"""Compares the fused head with plain torch on a CPU in one run: pytest bench --benchmark-only."""
 
 import sys
 from pathlib import Path
@@ -31,10 +31,10 @@ needs_cpu_op = pytest.mark.skipif(
 @pytest.mark.benchmark(group="row statistics 256 x 151,936")
 @pytest.mark.parametrize("how", ["torch", pytest.param("cpu", marks=needs_cpu_op)])
 def test_bench_row_statistics(benchmark, how):
-    z, target = row_problem(256, 151_936, CPU)
+    logits, target = row_problem(256, 151_936, CPU)
     benchmark.pedantic(
         plain_row_statistics if how == "torch" else native_row_statistics,
-        (z, target),
+        (logits, target),
         rounds=5,
         warmup_rounds=1,
     )
@@ -47,10 +47,10 @@ def test_bench_row_statistics(benchmark, how):
 )
 def test_bench_loss(benchmark, name, live):
     problem = make_problem(*SMALL[1:], live=live, known=False, dtype=torch.float32, device=CPU)
-    run = implementation(Case(SMALL, live, "" if live == 1 else "found", name, BOTH), problem)
-    inputs = [t.detach().requires_grad_() for t in (problem.hidden, problem.weight)]
+    functions = implementation(Case(SMALL, live, "" if live == 1 else "found", name, BOTH), problem)
+    inputs = [tensor.detach().requires_grad_() for tensor in (problem.hidden, problem.weight)]
 
     def step():
-        torch.autograd.grad(run.both(*inputs)[0], inputs)
+        torch.autograd.grad(functions.both(*inputs)[0], inputs)
 
     benchmark.pedantic(step, rounds=5, warmup_rounds=1)

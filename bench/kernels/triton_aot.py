@@ -1,12 +1,11 @@
 """What the compiler makes of the Triton kernels, without a GPU: registers, spills, shared memory, matrix instructions.
 
-    python bench/kernels/triton_aot.py               compile the tabled configurations and the candidates, write the CSV
-    python bench/kernels/triton_aot.py --tabled all  only what the table uses, as JSON lines on the standard output
+    python bench/kernels/triton_aot.py               compiles tabled configurations and candidates, writes the CSV
+    python bench/kernels/triton_aot.py --tabled all  only what the table uses, as JSON lines on standard output
 
-The backend runs on tensors without data; its launches are recorded and compiled ahead of time for
-each architecture, with the specialisations that a real launch would have.
-bench/results/triton_aot.csv gets a line for each kernel, and keeps the lines of other versions of
-Triton.
+The backend runs on tensors without data. Its launches are recorded and compiled ahead of time for
+each architecture, with the specialisations of a real launch. bench/results/triton_aot.csv gets a line
+for each kernel and keeps the lines of other versions of Triton.
 """
 
 import argparse
@@ -43,13 +42,13 @@ SIZES = {
     "gradients": True,
     "softcap": None,
 }
-"""Llama 3.1 8B; one chunk."""
+"""Llama 3.1 8B, one chunk."""
 QWEN = {"V": 151_936, "D": 2048, "bias": True}
-"""Half a tile of columns is left over; the gradient with entropy."""
+"""Half a tile of columns is left over, and the gradient includes the entropy."""
 GEMMA = {"V": 256_000, "D": 2304, "softcap": 30.0, "n": 2048}
 """Gemma 2 2B, with a soft cap."""
 SHALLOW = {"V": 151_936, "D": 64, "bias": True}
-"""One step of depth: without a loop over it the compiler may pipeline the tiles instead."""
+"""A single step of depth. Without a loop over depth, the compiler may pipeline the tiles instead."""
 FLOAT32 = {"dtype": "float32", "n": 2048}
 CASES = {
     "sm_80": [{}, {"gradients": False}, QWEN, FLOAT32, GEMMA],
@@ -67,7 +66,7 @@ CASES = {
     "sm_89": [{}, FLOAT32],
     "sm_120": [{}, FLOAT32],
 }
-"""By architecture. D = 4095 rules tensor descriptors out."""
+"""Changes to SIZES, by architecture. D = 4095 rules out tensor descriptors."""
 CAPABILITY = {"sm_80": 80, "sm_89": 89, "sm_90": 90, "sm_100": 100, "sm_120": 120}
 
 
@@ -78,73 +77,77 @@ def main() -> None:
     parser.add_argument(
         "--tabled",
         choices=("first", "all"),
-        help="only the table, JSON lines to the standard output; first: a case an architecture",
+        help="only the table, as JSON lines on standard output; first: one case per architecture",
     )
     options = parser.parse_args()
     if options.tabled:
-        for row in tabled(first=options.tabled == "first"):
-            print(json.dumps(row), flush=True)
+        for record in tabled(first_only=options.tabled == "first"):
+            print(json.dumps(record), flush=True)
         return
 
-    rows = rows_of_other_versions()
-    rows += [{"table": "yes", **row} for row in tabled()]
-    rows += [{"table": "no", **row} for row in candidates()]
+    records = rows_of_other_versions()
+    records += [{"table": "yes", **record} for record in tabled()]
+    records += [{"table": "no", **record} for record in candidates()]
     with CSV.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[-1])
+        writer = csv.DictWriter(file, records[-1])
         writer.writeheader()
-        writer.writerows(rows)
-    print(f"{CSV}: {len(rows)} kernels")
+        writer.writerows(records)
+    print(f"{CSV}: {len(records)} kernels")
 
 
 def rows_of_other_versions() -> list[dict[str, Any]]:
-    """What the table holds of other versions of Triton."""
+    """The rows of the table that other versions of Triton have written."""
     if not CSV.exists():
         return []
     with CSV.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if row["triton"] != triton.__version__]
+        return [record for record in csv.DictReader(file) if record["triton"] != triton.__version__]
 
 
-def tabled(*, first: bool = False) -> Iterator[dict[str, Any]]:
-    """Every kernel of every case (`first`: of each architecture's first), with the configuration
-    that the table gives it."""
-    for arch, cases in CASES.items():
-        for case in cases[:1] if first else cases:
-            size = SIZES | case
-            dtype = getattr(torch, size["dtype"])
-            weight = torch.empty(size["V"], size["D"], dtype=dtype, device="meta")
-            tiles = _triton.tiles_for(weight, size["softcap"], table_key(arch))
-            yield from compiled(arch, tiles, size)
+def tabled(*, first_only: bool = False) -> Iterator[dict[str, Any]]:
+    """Every kernel of every case, with the configuration that the table gives it.
+
+    With `first_only`, only the first case of each architecture.
+    """
+    for architecture, case_changes in CASES.items():
+        for changes in case_changes[:1] if first_only else case_changes:
+            problem_size = SIZES | changes
+            dtype = getattr(torch, problem_size["dtype"])
+            weight = torch.empty(problem_size["V"], problem_size["D"], dtype=dtype, device="meta")
+            tiles = _triton.tiles_for(weight, problem_size["softcap"], table_key(architecture))
+            yield from compiled(architecture, tiles, problem_size)
 
 
-def table_key(arch: str) -> str:
-    """The key of `_triton.TILES` for an architecture: sm_89 and sm_120 share an entry."""
-    return _triton._architecture(divmod(CAPABILITY[arch], 10))
+def table_key(architecture: str) -> str:
+    """The key of `_triton.TILES` for an architecture. sm_89 and sm_120 share an entry."""
+    return _triton._architecture(divmod(CAPABILITY[architecture], 10))
 
 
 def candidates() -> Iterator[dict[str, Any]]:
     """The forward kernel of Llama's size with the configurations that the table does not use."""
-    for arch, capability in CAPABILITY.items():
+    for architecture, capability in CAPABILITY.items():
         for tiles in _triton.candidates(divmod(capability, 10))[1:]:
-            yield from compiled(arch, tiles, SIZES, only="forward_kernel")
+            yield from compiled(architecture, tiles, SIZES, only_kernel="forward_kernel")
 
 
 def compiled(
-    arch: str, tiles: Tiles, size: dict[str, Any], *, only: str | None = None
+    architecture: str, tiles: Tiles, problem_size: dict[str, Any], *, only_kernel: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A row for each kernel that a chunk of that size launches, or for the one named `only`."""
-    for kernel, arguments, options in launches(tiles, **size):
-        name = kernel.__name__
-        if only and name != only:
+    """A record for each kernel that a chunk of this size launches, or only for `only_kernel`."""
+    for kernel, arguments, options in launches(tiles, **problem_size):
+        kernel_name = kernel.__name__
+        if only_kernel and kernel_name != only_kernel:
             continue
         # The other kernels have no tiles to choose.
-        columns = tiles._asdict() if name == "forward_kernel" else dict.fromkeys(tiles._fields, "")
+        columns = dict.fromkeys(tiles._fields, "")
+        if kernel_name == "forward_kernel":
+            columns = tiles._asdict()
         yield {
             "triton": triton.__version__,
-            "arch": arch,
-            **size,
-            "kernel": name,
+            "arch": architecture,
+            **problem_size,
+            "kernel": kernel_name,
             **columns,
-            **resources(kernel, arguments, options, CAPABILITY[arch]),
+            **resources(kernel, arguments, options, CAPABILITY[architecture]),
         }
 
 
@@ -172,12 +175,12 @@ def launches(
         with torch.device("meta"):
             weight = torch.empty(V, D, dtype=weight_dtype)
             offset = torch.empty(V, dtype=weight_dtype) if bias else None
-            rows = TritonRows(Head(weight, offset, 0.7, softcap), n, gradients, tiles)
+            triton_rows = TritonRows(Head(weight, offset, 0.7, softcap), n, gradients, tiles)
             target = torch.empty(n, dtype=torch.int64)
-            slope = torch.empty(n)
-            rows.forward(torch.empty(n, D, dtype=weight_dtype), target)
+            logp_slope = torch.empty(n)
+            triton_rows.forward(torch.empty(n, D, dtype=weight_dtype), target)
             if gradients:
-                rows.gradient(target, target, slope, slope if bias else None)
+                triton_rows.gradient(target, target, logp_slope, logp_slope if bias else None)
     finally:
         _triton._launch = launch
     return recorded
@@ -186,8 +189,8 @@ def launches(
 def resources(
     kernel: Any, arguments: tuple, options: dict[str, Any], capability: int
 ) -> dict[str, Any]:
-    """Compiles a kernel as a launch would: what its machine code takes and which instructions it
-    holds."""
+    """Compiles a kernel as a launch would. Returns the resources and instructions of its machine
+    code."""
     values = dict(zip(kernel.arg_names, arguments, strict=False))
     settings = {}
     for name, value in options.items():
@@ -210,43 +213,44 @@ def resources(
 
 
 def specialised(kernel: Any, values: dict[str, Any]) -> ASTSource:
-    """The kernel with the types, constants and divisibilities that a launch with these values
-    has."""
-    types: dict[str, Any] = {}
+    """The kernel with the types, constants and divisibilities of a launch with these values."""
+    signature: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], Any] = {}
-    for i, parameter in enumerate(kernel.params):
-        value = values[parameter.name]
-        kind, hint = "constexpr", None
+    for position, parameter in enumerate(kernel.params):
+        argument = values[parameter.name]
+        parameter_type, type_hint = "constexpr", None
         if not parameter.is_constexpr:
             specialise = not parameter.do_not_specialize
-            kind, hint = native_specialize_impl(CUDABackend, value, False, specialise, specialise)
-        types[parameter.name] = kind
-        if kind == "constexpr":
-            constants[parameter.name] = value
-        elif hint == "D":
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature=types, constexprs=constants, attrs=attributes)
+            parameter_type, type_hint = native_specialize_impl(
+                CUDABackend, argument, False, specialise, specialise
+            )
+        signature[parameter.name] = parameter_type
+        if parameter_type == "constexpr":
+            constants[parameter.name] = argument
+        elif type_hint == "D":
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
 @cache  # cases share kernels
 def machine_code(cubin: bytes) -> dict[str, int | None]:
-    """Registers, stack, spills and instructions of a kernel, as cuobjdump lists them."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [TOOLS / "cuobjdump", "-res-usage", "-sass", file.name]
+    """Registers, stack, spills and instructions of a kernel, as listed by cuobjdump."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin_file:
+        cubin_file.write(cubin)
+        cubin_file.flush()
+        command = [TOOLS / "cuobjdump", "-res-usage", "-sass", cubin_file.name]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    usage = {}
-    for name, count in re.findall(r"\b(REG|STACK):(\d+)", listing):
-        usage[name] = int(count)
+    resource_usage = {}
+    for resource, count in re.findall(r"\b(REG|STACK):(\d+)", listing):
+        resource_usage[resource] = int(count)
     code = []
-    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", listing, re.MULTILINE)
-    for address, text in lines:
-        code.append((int(address, 16), text))
+    code_lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", listing, re.MULTILINE)
+    for address, instruction in code_lines:
+        code.append((int(address, 16), instruction))
     return {
-        "registers": usage["REG"],
-        "stack": usage["STACK"],
+        "registers": resource_usage["REG"],
+        "stack": resource_usage["STACK"],
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", listing)),
         "instructions": len(code),
         "tile": shortest_loop(code, "MUFU.EX2"),
@@ -254,47 +258,48 @@ def machine_code(cubin: bytes) -> dict[str, int | None]:
 
 
 def shortest_loop(code: list[tuple[int, str]], through: str) -> int | None:
-    """Instructions of the shortest way from the first of that name back to it, None if there is
-    none.
+    """Instructions of the shortest path from the first instruction of that name back to itself.
 
-    In the forward kernel: a warp's work on a tile that holds no target and is not the last, with
-    one step of depth.
+    None if there is no such path. In the forward kernel this is a warp's work on a tile that holds no
+    target and is not the last, with one step of depth.
     """
-    start = next((i for i, (_, text) in enumerate(code) if through in text), None)
+    start = next(
+        (index for index, (_, instruction) in enumerate(code) if through in instruction), None
+    )
     if start is None:
         return None
 
-    nexts = successors(code)
+    next_instructions = successors(code)
     reached = {start}
     frontier = {start}
-    for steps in range(1, len(code) + 1):
-        frontier = {following for i in frontier for following in nexts[i]}
+    for step_count in range(1, len(code) + 1):
+        frontier = {following for index in frontier for following in next_instructions[index]}
         if start in frontier:
-            return steps
+            return step_count
         frontier -= reached
         reached |= frontier
     return None
 
 
 def successors(code: list[tuple[int, str]]) -> list[list[int]]:
-    """The instructions that may follow each one: the next, the target of its branch, or both."""
-    index_of = {address: i for i, (address, _) in enumerate(code)}
-    nexts = []
-    for i, (_, text) in enumerate(code):
+    """The instructions that may follow each one: the next one, the target of its branch, or both."""
+    index_of = {address: index for index, (address, _) in enumerate(code)}
+    next_instructions = []
+    for index, (_, instruction) in enumerate(code):
         following = []
-        ends_here = re.match(r"BRA\S* 0x|EXIT", text)
-        if not ends_here and i + 1 < len(code):
-            following.append(i + 1)
-        branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        ends_here = re.match(r"BRA\S* 0x|EXIT", instruction)
+        if not ends_here and index + 1 < len(code):
+            following.append(index + 1)
+        branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", instruction)
         if branch:
             following.append(index_of[int(branch[1], 16)])
-        nexts.append(following)
-    return nexts
+        next_instructions.append(following)
+    return next_instructions
 
 
 def instructions(asm: dict[str, Any]) -> dict[str, int]:
-    """Counts in the PTX and, for layout conversions (trips through shared memory), in Triton's own
-    form."""
+    """Counts of instructions in the PTX, and of layout conversions (trips through shared memory) in
+    Triton's own representation."""
     patterns = {
         "wgmma": r"wgmma\.mma_async",
         "tcgen05": r"tcgen05\.mma",
@@ -304,7 +309,9 @@ def instructions(asm: dict[str, Any]) -> dict[str, int]:
         "cp_async": r"cp\.async\.c[ag]\.",
         "exp2": r"ex2\.approx",
     }
-    counts = {name: len(re.findall(pattern, asm["ptx"])) for name, pattern in patterns.items()}
+    counts = {
+        counter: len(re.findall(pattern, asm["ptx"])) for counter, pattern in patterns.items()
+    }
     return counts | {"conversions": asm["ttgir"].count("ttg.convert_layout")}
 
 

@@ -1,16 +1,16 @@
-"""What rollouts that run ahead of training save: the same updates with rollout.ahead 0 and 1, over one vLLM server.
+"""What rollouts ahead of training save: the same updates with rollout.ahead 0 and 1, over one vLLM server.
 
     python bench/rollout/ahead.py [--updates 8] [--repeats 3] [overrides of `paw train quickstart`]
     python bench/rollout/ahead.py --learn 0 1 2
 
-Trainer and server have a core each. The model has seen one step of the quickstart's warm-up, so
-that it does not end its responses: with OPTIONS an update takes about as long as its episodes do.
-The server is started once; runs take turns. Writes bench/results/ahead_cpu.csv: for each run, the
-median seconds of an update and of its phases, without the first two updates and the last, in which
-the pipeline fills and empties. Prints the ratio of the medians.
+The trainer and the server have a core each. The model has had a single step of the quickstart's
+warm-up, so it does not end its responses; with OPTIONS, an update then takes about as long as its
+episodes. The server is started once, and the runs take turns. Writes bench/results/ahead_cpu.csv: for
+each run, the median seconds of an update and of its phases. The first two updates and the last, in
+which the pipeline fills and empties, are left out. Prints the ratio of the medians.
 
 The second command trains the quickstart with seeds 0, 1 and 2 on episodes that are all one update
-old, the oldest that rollout.ahead = 1 allows, and writes bench/results/ahead_learning.csv; the same
+old, the oldest that rollout.ahead = 1 allows. It writes bench/results/ahead_learning.csv. The same
 seeds with ahead = 0 are in quickstart_long.csv (bench/studies/quickstart_seeds.py).
 """
 
@@ -37,7 +37,7 @@ from paw.rollouts.scheduler import Rollouts
 from paw.tools.report.rundir import Run, load_run
 
 FILL = 2
-"""Updates in which the pipeline fills."""
+"""Number of updates in which the pipeline fills."""
 MODEL = {"warmup.max_steps": 1, "warmup.hidden_size": 128}
 OPTIONS = {
     "rollout.tasks": 8,
@@ -64,13 +64,15 @@ def main() -> None:
 
 
 def compare_speed(updates: int, repeats: int, overrides: list[str]) -> None:
-    """Trains with ahead = 0 and 1 in turn, the server on one core and the trainer on another."""
-    model = Path(paw("warmup", "quickstart", *flags(MODEL)).splitlines()[-1])
+    """Trains with ahead = 0 and 1 in turn, with the server on one core and the trainer on another."""
+    model_path = Path(paw("warmup", "quickstart", *flags(MODEL)).splitlines()[-1])
     os.environ["OMP_NUM_THREADS"] = "1"
     max_prompt = load("quickstart").rollout.max_prompt_tokens
     context = max_prompt + OPTIONS["rollout.max_response_tokens"]
-    command = vllm_command(model, max_model_len=context, dtype="float32", on_cpu=True, entropy=True)
-    rows = []
+    command = vllm_command(
+        model_path, max_model_len=context, dtype="float32", on_cpu=True, entropy=True
+    )
+    records = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         server_core, trainer_core = sorted(os.sched_getaffinity(0))[:2]
@@ -80,7 +82,7 @@ def compare_speed(updates: int, repeats: int, overrides: list[str]) -> None:
         try:
             servers.wait()
             settings = OPTIONS | {
-                "model.path": model,
+                "model.path": model_path,
                 "run.dir": folder,
                 "run.threads": 1,
                 "run.updates": updates,
@@ -89,34 +91,34 @@ def compare_speed(updates: int, repeats: int, overrides: list[str]) -> None:
             }
             for number in range(2 * repeats):
                 repeat, ahead = divmod(number, 2)
-                name = f"run-{number}"
+                run_name = f"run-{number}"
                 paw(
                     "train",
                     "quickstart",
                     *flags(settings),
                     *overrides,
-                    *flags({"rollout.ahead": ahead, "run.name": name}),
+                    *flags({"rollout.ahead": ahead, "run.name": run_name}),
                 )
-                seconds = phase_seconds(folder / name / "metrics.jsonl")
-                row = {
+                seconds = phase_seconds(folder / run_name / "metrics.jsonl")
+                record = {
                     "ahead": ahead,
                     "repeat": repeat,
                     "seconds": sum(seconds.values()),
                     **seconds,
                 }
-                row = {key: round(value, 3) for key, value in row.items()}
-                print(*(f"{key} {value:g}" for key, value in row.items()), flush=True)
-                rows.append(row | {"cpu": cpu_name(), "torch": torch.__version__})
+                record = {column: round(value, 3) for column, value in record.items()}
+                print(*(f"{column} {value:g}" for column, value in record.items()), flush=True)
+                records.append(record | {"cpu": cpu_name(), "torch": torch.__version__})
         finally:
             servers.close()
-    write(RESULTS / "ahead_cpu.csv", rows)
-    show_ratio(rows)
+    write(RESULTS / "ahead_cpu.csv", records)
+    show_ratio(records)
 
 
-def show_ratio(rows: list[dict[str, Any]]) -> None:
+def show_ratio(records: list[dict[str, Any]]) -> None:
     """Prints the median seconds of an update with ahead = 0 and 1."""
-    without_s = median(row["seconds"] for row in rows if row["ahead"] == 0)
-    ahead_s = median(row["seconds"] for row in rows if row["ahead"] == 1)
+    without_s = median(record["seconds"] for record in records if record["ahead"] == 0)
+    ahead_s = median(record["seconds"] for record in records if record["ahead"] == 1)
     print(
         f"an update takes {without_s:.2f} s with ahead = 0 and {ahead_s:.2f} s with 1:"
         f" {without_s / ahead_s:.2f} times the speed"
@@ -124,15 +126,15 @@ def show_ratio(rows: list[dict[str, Any]]) -> None:
 
 
 def phase_seconds(metrics: Path) -> dict[str, float]:
-    """The median seconds of each phase over the updates of a run, without the first FILL and the
+    """The median seconds of each phase over the updates of a run, except the first FILL and the
     last."""
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    updates = lines[1 + FILL : -1]  # the first line is the evaluation before training
-    return {phase: median(line[f"time/{phase}"] for line in updates) for phase in PHASES}
+    logged = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    updates = logged[1 + FILL : -1]  # the first line is the evaluation before training
+    return {phase: median(update[f"time/{phase}"] for update in updates) for phase in PHASES}
 
 
 class LateRollouts(Rollouts):
-    """Plays each update's episodes with the weights of the update before."""
+    """Plays each update's episodes with the weights of the previous update."""
 
     waiting: RolloutResult | None = None
     """The episodes of the next update."""
@@ -149,42 +151,44 @@ def make_late_rollouts(run: runs.Run) -> LateRollouts:
 
 
 def learn(seeds: list[int]) -> None:
-    """Trains quickstart-long with episodes that are one update old; a seed whose run is finished is
-    read only."""
+    """Trains quickstart-long on episodes that are one update old.
+
+    The results of a seed whose run is finished are only read.
+    """
     runs.Run.make_rollouts = make_late_rollouts  # type: ignore[method-assign]
-    rows = []
+    records = []
     for seed in seeds:
         folder = ROOT / "runs" / "late" / f"seed-{seed}"
         if not (folder / "report.html").exists():
-            model = paw("warmup", "quickstart-long", "--warmup.seed", seed).splitlines()[-1]
+            start_model = paw("warmup", "quickstart-long", "--warmup.seed", seed).splitlines()[-1]
             overrides = {
                 "run.dir": str(folder.parent),
                 "run.name": folder.name,
                 "run.seed": seed,
-                "model.path": model,
+                "model.path": start_model,
             }
             train(load("quickstart-long", overrides))
         of_seed = evaluations(seed, load_run(folder))
-        before = of_seed[0]["success"]
-        after = of_seed[-1]["success"]
-        print(f"seed {seed}: {before:.1%} -> {after:.1%}", flush=True)
-        rows += of_seed
-    write(RESULTS / "ahead_learning.csv", rows)
+        success_before = of_seed[0]["success"]
+        success_after = of_seed[-1]["success"]
+        print(f"seed {seed}: {success_before:.1%} -> {success_after:.1%}", flush=True)
+        records += of_seed
+    write(RESULTS / "ahead_learning.csv", records)
 
 
 def evaluations(seed: int, run: Run) -> list[dict[str, Any]]:
     """A row for each evaluation of a run."""
-    rows = []
-    steps, _ = run.series("eval/success")
-    for step in steps:
-        row: dict[str, Any] = {"seed": seed, "update": step}
-        for name in ("success", "ci_low", "ci_high", "games"):
-            row[name] = round(run.at(f"eval/{name}", step) or 0.0, 4)
-        row["torch"] = run.info["torch"]
-        row["device"] = run.info["device"]
-        row["head"] = run.info["backend"]
-        rows.append(row)
-    return rows
+    records = []
+    updates, _ = run.series("eval/success")
+    for update in updates:
+        record: dict[str, Any] = {"seed": seed, "update": update}
+        for metric in ("success", "ci_low", "ci_high", "games"):
+            record[metric] = round(run.at(f"eval/{metric}", update) or 0.0, 4)
+        record["torch"] = run.info["torch"]
+        record["device"] = run.info["device"]
+        record["head"] = run.info["backend"]
+        records.append(record)
+    return records
 
 
 if __name__ == "__main__":

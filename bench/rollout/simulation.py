@@ -1,8 +1,8 @@
-"""Simulated environments of realistic lengths, and an engine that gives every request its own.
+"""Simulated environments of realistic lengths, and an engine that gives every request its own length.
 
-Prompts of 200 to 400 tokens, the first 160 shared by a group; responses log-normal around 55
-tokens, 10 to 200; episodes of 5 to 50 turns, a third of them at the limit. Everything follows from
-seeds and the responses.
+Prompts have 200 to 400 tokens, of which a group shares the first 160. Responses are log-normal around
+55 tokens, from 10 to 200. Episodes have 5 to 50 turns, and a third of them reach the limit. Everything
+is determined by the seeds and the responses.
 """
 
 import time
@@ -19,9 +19,9 @@ from paw.rollouts.text.chat import Chat
 from paw.types import Outcome, Task
 
 TASK_TOKENS = 160
-"""Tokens of a task, which all prompts of its group begin with."""
+"""Tokens of a task. All prompts of its group begin with them."""
 HISTORY_TOKENS = 60
-"""Tokens of a past response that a prompt repeats."""
+"""How many tokens of a past response a prompt repeats at most."""
 MAX_PROMPT = 448
 MAX_RESPONSE = 200
 MAX_TURNS = 50
@@ -52,11 +52,11 @@ SHAPES = {
 }
 
 
-def make_chat(words: int) -> Chat:
-    """A chat with one token a word, so that lengths are what they are meant to be."""
+def make_chat(vocabulary_size: int) -> Chat:
+    """A chat with one token per word, so that texts have exactly the intended number of tokens."""
     vocabulary = {"<user>": 0, "<assistant>": 1, "<end>": 2}
-    for i in range(3, words):
-        vocabulary[f"w{i}"] = i
+    for token_id in range(3, vocabulary_size):
+        vocabulary[f"w{token_id}"] = token_id
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -70,8 +70,8 @@ def make_chat(words: int) -> Chat:
 
 
 class SimulatedFactory:
-    """Environments of random words; the n-th that is made plays episodes of the n-th length that
-    `seed` draws."""
+    """Environments of random words. The n-th one made plays episodes of the n-th length that `seed`
+    draws."""
 
     name = "simulated"
     reward_max = 1.0
@@ -92,7 +92,7 @@ class SimulatedFactory:
         return [Task(f"task {i}", "simulated", self.text(TASK_TOKENS, 1, i)) for i in range(count)]
 
     def text(self, length: int, *place: int) -> str:
-        """Random words, always the same ones at a place."""
+        """Random words, always the same for the same place."""
         numbers = self.random(*place).integers(3, self.words, length)
         return " ".join(f"w{number}" for number in numbers)
 
@@ -145,9 +145,9 @@ class Meter(Engine):
     """An engine that gives every request its own length, around `median` tokens, and records its
     batches.
 
-    In `lock_step` each step works until no request is left, so that episodes wait for each other's
-    turn. `everybody`, the environments of such a play: each step also samples a response for those
-    whose episodes are over and throws it away, as the reference code does.
+    In `lock_step`, each step works until no request is left, so that episodes wait for each other's
+    turn. If `everybody` has the environments of such a play, each step also samples a response for
+    those whose episodes are over and throws it away, as the reference code does.
     """
 
     def __init__(
@@ -165,9 +165,9 @@ class Meter(Engine):
         self.median = median
         self.continuous = not lock_step
         self.batches: list[int] = []
-        """Requests in the batch of every engine step."""
+        """Number of requests in the batch of every engine step."""
         self.generated = 0
-        """Tokens of all responses, those thrown away included."""
+        """Tokens of all responses, including those thrown away."""
 
     def submit(self, request: Request) -> None:
         rng = np.random.default_rng(request.seed)
@@ -190,7 +190,7 @@ class Meter(Engine):
         return [completion for completion in completions if completion.key >= 0]
 
     def _submit_for_finished(self, environment: SimulatedEnvironment) -> None:
-        """One more turn of an episode that is over; its negative key says to throw it away."""
+        """Submit one more turn of an episode that is over. Its negative key marks it to be thrown away."""
         request = Request(
             key=-1 - environment.number,
             prompt_ids=self.chat.prompt_ids(environment.context()),

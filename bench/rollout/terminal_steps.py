@@ -1,10 +1,10 @@
-"""Commands a second in the terminal: in a sandbox that is kept, and in a new one for each command.
+"""Commands per second in the terminal: in a sandbox that is kept, and in a new one for each command.
 
     python bench/rollout/terminal_steps.py [--commands 300]
 
-The first is what the environment does: one sandbox, a new bash in it for each command. It writes
-bench/results/terminal_steps_cpu.csv. "turns" are whole turns of generated tasks, played by the
-oracle with 30 % random commands: prompt, command, files, check.
+The environment itself keeps one sandbox and starts a new bash in it for each command. Writes
+bench/results/terminal_steps_cpu.csv. "turns" are complete turns of generated tasks (prompt, command,
+files, check), played by the oracle with 30 % random commands.
 """
 
 import argparse
@@ -30,43 +30,43 @@ def main() -> None:
     )
     parser.add_argument("--commands", type=int, default=300)
     options = parser.parse_args()
-    rows = []
+    records = []
     with temporary_folder() as folder:
         folder.write("/task/a", b"red\nblue\n")
         folder.hand_over()
         shell = open_shell(folder, workdir="/task", limits=LIMITS)
         for command in ("echo 3 > out", "grep -c red a", "sed -i s/red/blue/ a"):
-            for kept in (True, False):
-                speed = commands_per_second(shell, command, options.commands, kept=kept)
-                sandbox = "kept" if kept else "new"
-                rows.append({"what": command, "sandbox": sandbox, "per second": round(speed)})
+            for is_kept in (True, False):
+                speed = commands_per_second(shell, command, options.commands, keep_sandbox=is_kept)
+                sandbox = "kept" if is_kept else "new"
+                records.append({"what": command, "sandbox": sandbox, "per second": round(speed)})
         shell.close()
-    rows.append(
+    records.append(
         {
             "what": "turns",
             "sandbox": "kept",
             "per second": round(turns_per_second(options.commands)),
         }
     )
-    for row in rows:
-        print(*row.values(), sep="  ")
-        row["commit"] = commit("paw/envs/terminal")
-    write(RESULTS / "terminal_steps_cpu.csv", rows)
+    for record in records:
+        print(*record.values(), sep="  ")
+        record["commit"] = commit("paw/envs/terminal")
+    write(RESULTS / "terminal_steps_cpu.csv", records)
 
 
-def commands_per_second(shell: Shell, command: str, count: int, *, kept: bool) -> float:
-    """Run a command again and again, in one thread."""
+def commands_per_second(shell: Shell, command: str, count: int, *, keep_sandbox: bool) -> float:
+    """Runs of a command per second, one after another."""
     shell.run(command, 10)
     started = time.perf_counter()
     for _ in range(count):
-        if not kept:
+        if not keep_sandbox:
             shell.close()
         shell.run(command, 10)
     return count / (time.perf_counter() - started)
 
 
 def turns_per_second(count: int) -> float:
-    """Play turns of generated tasks, one after the other."""
+    """Turns of generated tasks per second, played one after another."""
     config = TerminalConfig.model_validate({"style": "compact", "max_turns": 6})
     turns = demonstrations(TerminalFactory(config), config, seed=0, random_actions=0.3)
     next(turns)

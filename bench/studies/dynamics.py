@@ -2,8 +2,8 @@
 
     python bench/studies/dynamics.py study
 
-Writes dynamics.csv, dynamics.md and dynamics.png: a line for each run and update, a table of first
-and last means, a panel for each metric.
+Writes dynamics.csv with a line for each run and update, dynamics.md with a table of first and last
+means, and dynamics.png with a panel for each metric.
 """
 
 import argparse
@@ -37,32 +37,33 @@ CURVES = {
     "wm/masked_frac": "Observation tokens masked (%)",
     "optim/grad_norm": "Gradient norm",
 }
-"""The panel of each metric; metrics that no run has are left out."""
+"""Metric -> title of its panel. Metrics that no run has are left out."""
 WINDOW = 10
-"""Updates of the moving mean."""
+"""Number of updates in the moving mean."""
 
 
 def average(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
-    """The curve over seeds, each seed smoothed by a moving mean before; at the updates that all
-    seeds have."""
+    """The mean curve over seeds, at the updates that all seeds have.
+
+    Each seed is first smoothed by a moving mean over `window` updates.
+    """
     smoothed: list[dict[int, float]] = []
     for run in runs:
-        steps, values = run.series(key)
+        updates, values = run.series(key)
         by_step: dict[int, float] = {}
-        if steps:
-            by_step = dict(zip(steps, map(float, moving_mean(values, window)), strict=True))
+        if updates:
+            by_step = dict(zip(updates, map(float, moving_mean(values, window)), strict=True))
         smoothed.append(by_step)
 
     curve: Curve = {}
-    for step in smoothed[0]:
-        if all(step in by_step for by_step in smoothed):
-            curve[step] = interval([by_step[step] for by_step in smoothed])
+    for update in smoothed[0]:
+        if all(update in by_step for by_step in smoothed):
+            curve[update] = interval([by_step[update] for by_step in smoothed])
     return curve
 
 
 def dynamics(folders: list[Path], out: Path) -> None:
-    """Write dynamics.{csv,png,md}: a line for each run and update; a panel for each metric; first
-    and last means."""
+    """Write dynamics.csv, dynamics.png and dynamics.md to the folder `out`."""
     groups = read(folders)
     logged: set[str] = set()
     for group in groups.values():
@@ -72,59 +73,61 @@ def dynamics(folders: list[Path], out: Path) -> None:
     if not logged_curves:
         raise UserError(f"{folders[0]}: none of its metrics is a training curve")
     panels: dict[str, dict[str, Curve]] = {}
-    rows = []
+    table_rows = []
     for key, label in logged_curves.items():
         window = 1 if key.startswith("eval/") else WINDOW
-        row = [label]
+        table_row = [label]
         panels[label] = {}
         for name, group in groups.items():
             having = [run for run in group if key in run.metrics]
             panels[label][name] = average(having, key, window) if having else {}
-            row.append(first_to_last(having, key, window, factor_of(label)))
-        rows.append(row)
+            table_row.append(first_to_last(having, key, window, factor_of(label)))
+        table_rows.append(table_row)
 
     records = []
     for name, group in groups.items():
         for run in group:
-            steps: set[int] = set()
+            updates: set[int] = set()
             for key in logged_curves:
-                steps |= run.metrics.get(key, {}).keys()
-            for step in sorted(steps):
-                record = {"group": name, "run": run.name, "update": step}
+                updates |= run.metrics.get(key, {}).keys()
+            for update in sorted(updates):
+                record = {"group": name, "run": run.name, "update": update}
                 for key in logged_curves:
-                    record[key] = run.at(key, step)
+                    record[key] = run.at(key, update)
                 records.append(record)
 
     header = ["", *(f"{name} ({len(group)})" for name, group in groups.items())]
-    text = f"""# Training curves
+    page = f"""# Training curves
 
-{markdown(header, rows)}
+{markdown(header, table_rows)}
 
 Means over runs of the first and the last {WINDOW} updates, of the first and the last evaluation. In the plot moving
 means of {WINDOW} updates, bands: 95 % Student interval over runs. The counterpart of Figures 10 and 11 of
 arXiv 2606.02388."""
-    write(out, "dynamics", text=text, records=records, figure=curves(panels))
+    write(out, "dynamics", text=page, records=records, figure=curves(panels))
 
 
 def factor_of(label: str) -> int:
-    """100 for a label in per cent."""
+    """100 if the label is in per cent, otherwise 1."""
     return 100 if label.endswith("(%)") else 1
 
 
 def first_to_last(runs: Sequence[Run], key: str, window: int, factor: int) -> str:
-    """ "first -> last": the mean over runs of the first and of the last `window` values; "-"
-    without a run."""
+    """ "first -> last": the means over runs of the first and of the last `window` values.
+
+    "-" if there is no run.
+    """
     if not runs:
         return "-"
-    first = fmean([run.first(key, window) or 0.0 for run in runs])
-    last = fmean([run.last(key, window) or 0.0 for run in runs])
-    return f"{factor * first:.3g} -> {factor * last:.3g}"
+    first_mean = fmean([run.first(key, window) or 0.0 for run in runs])
+    last_mean = fmean([run.last(key, window) or 0.0 for run in runs])
+    return f"{factor * first_mean:.3g} -> {factor * last_mean:.3g}"
 
 
 def read(folders: list[Path]) -> dict[str, list[Run]]:
-    """Runs by group: an experiment's by variant, any other run on its own.
+    """Runs by group: an experiment's runs by variant; any other run is a group of its own.
 
-    Raises UserError if a folder has none.
+    Raises UserError if an experiment has no finished run.
     """
     groups: dict[str, list[Run]] = {}
     for folder in folders:
@@ -144,19 +147,19 @@ def read(folders: list[Path]) -> dict[str, list[Run]]:
 
 @styled
 def curves(panels: Mapping[str, Mapping[str, Curve]]) -> Figure:
-    """A panel for each metric with a curve for each group of runs."""
-    rows = math.ceil(len(panels) / 3)
-    figure = Figure((9.6, 2.5 * rows + 0.4))
-    grid = list(figure.subplots(rows, 3, squeeze=False).flat)
-    for axes, (label, groups) in zip(grid, panels.items(), strict=False):
-        for index, (name, curve) in enumerate(groups.items()):
-            draw(axes, curve, index, name, factor_of(label))
+    """A panel for each metric, with a curve for each group of runs."""
+    row_count = math.ceil(len(panels) / 3)
+    figure = Figure((9.6, 2.5 * row_count + 0.4))
+    panel_axes = list(figure.subplots(row_count, 3, squeeze=False).flat)
+    for axes, (label, groups) in zip(panel_axes, panels.items(), strict=False):
+        for colour_index, (group_name, curve) in enumerate(groups.items()):
+            draw(axes, curve, colour_index, group_name, factor_of(label))
         axes.set_title(label, fontsize=9, loc="left", color=INK)
-    for axes in grid[len(panels) :]:
+    for axes in panel_axes[len(panels) :]:
         axes.remove()
-    for axes in grid[max(0, len(panels) - 3) : len(panels)]:
+    for axes in panel_axes[max(0, len(panels) - 3) : len(panels)]:
         axes.set_xlabel("Update")
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper left", ncols=6)
+    figure.legend(*panel_axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=6)
     return figure
 
 

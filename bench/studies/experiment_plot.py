@@ -1,4 +1,4 @@
-"""Draws docs/experiment_compare.png, experiment_sparse.png and noise_gradient.png again from bench/results.
+"""Redraws docs/experiment_compare.png, experiment_sparse.png and noise_gradient.png from bench/results.
 
 python bench/studies/experiment_plot.py
 """
@@ -17,12 +17,12 @@ from paw.tools.experiment.figures import comparison, evaluations
 TEXT_COLUMNS = ("variant", "stage", "class", "loss", "commit", "paw", "torch", "device")
 
 
-def records(name: str) -> list[dict[str, Any]]:
-    """The rows of a result: numbers except in TEXT_COLUMNS, None for an empty cell."""
+def records(result_name: str) -> list[dict[str, Any]]:
+    """The rows of a result. Cells are numbers except in TEXT_COLUMNS, and None if empty."""
     result = []
-    for row in read(RESULTS / f"{name}.csv"):
+    for text_record in read(RESULTS / f"{result_name}.csv"):
         record: dict[str, Any] = {}
-        for column, cell in row.items():
+        for column, cell in text_record.items():
             if column in TEXT_COLUMNS:
                 record[column] = cell
             else:
@@ -33,11 +33,11 @@ def records(name: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     figures = {"noise_gradient": on_noise(records("noise_gradient"))}
-    for name in ("experiment_compare", "experiment_sparse"):
-        runs = records(name)
-        figures[name] = comparison(evaluations(runs), summarise(runs))
-    for name, figure in figures.items():
-        figure.savefig(ROOT / "docs" / f"{name}.png", dpi=150)
+    for result_name in ("experiment_compare", "experiment_sparse"):
+        run_records = records(result_name)
+        figures[result_name] = comparison(evaluations(run_records), summarise(run_records))
+    for result_name, figure in figures.items():
+        figure.savefig(ROOT / "docs" / f"{result_name}.png", dpi=150)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Where the world model's gradient lies: the share on tokens that nobody can predict (Figure 2c and A.4 of the paper).
+"""The share of the world model's gradient on tokens that nobody can predict (Figure 2c and A.4 of the paper).
 
     python bench/studies/noise_gradient.py runs/quickstart --tasks 16
 
-The paper (arXiv 2606.02388) compares cross-entropy with MAE, before the mask, on WebShop. With p
-the probability of an observation token y, e_y its one-hot vector and z the logits, each loss has
+The paper (arXiv 2606.02388) compares cross-entropy with MAE on WebShop, before the mask. Let p be the
+probability of an observation token y, e_y its one-hot vector and z the logits. Then each loss has
 
     |dL/dlog p| = g,    ||dL/dz|| = g ||e_y - softmax(z)||,    g = 1 (ce), p^q (gce), p (mae), p [p <= rho] (cmae)
 
-Both are summed over tokens, all of equal weight: 1/|o|, lambda and the selection by entropy are
-left out. Which of the two the figure shows, and its values, are in no public text we found, nor are
-the exact rules of A.4. Writes noise.csv, noise.md and noise.png.
+Both are summed over tokens of equal weight, leaving out 1/|o|, lambda and the selection by entropy.
+No public text that we found says which of the two the figure shows, what its values are, or what the
+exact rules of A.4 are. Writes noise.csv, noise.md and noise.png.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -70,32 +71,36 @@ class Token(NamedTuple):
 
 
 def household(prompt: str, action: str, observation: str) -> list[tuple[int, int]]:
-    """What lies in a place: the list after "you see", unless the prompt already shows that place
-    with that list."""
+    """What lies in a place: the list after "you see", unless the prompt already shows the place with
+    the same list."""
     return [match.span(1) for match in LISTED.finditer(observation) if match[0] not in prompt]
 
 
 def webshop(prompt: str, action: str, observation: str) -> list[tuple[int, int]]:
-    """ASIN codes and product titles with their brands: the part after a code (results) or before a
-    price (product)."""
+    """ASIN codes, and product titles with their brands.
+
+    A title follows a code (on a page of results) or precedes a price (on a product's page).
+    """
     spans = [match.span() for match in ASIN.finditer(observation)]
-    parts = observation.split(SEPARATOR)
-    start = 0
-    for previous, part, following in zip(["", *parts], parts, [*parts[1:], ""], strict=False):
+    segments = observation.split(SEPARATOR)
+    segment_start = 0
+    for previous, segment, following in zip(
+        ["", *segments], segments, [*segments[1:], ""], strict=False
+    ):
         follows_code = ASIN.fullmatch(previous.strip("'"))
         precedes_price = following.strip("'").lower().startswith("price:")
         if follows_code or precedes_price:
-            spans.append((start, start + len(part)))
-        start += len(part) + len(SEPARATOR)
+            spans.append((segment_start, segment_start + len(segment)))
+        segment_start += len(segment) + len(SEPARATOR)
     return sorted(spans)
 
 
 RULES: dict[str, Rule] = {"alfworld": household, "webshop": webshop}
-"""By the name of the environment."""
+"""Environment -> its rule."""
 
 
 def noise_gradient(options: argparse.Namespace, overrides: dict[str, str]) -> None:
-    """Measure the models, pooled by stage; write noise.csv, noise.md and noise.png, print the
+    """Measure the models, pooled by stage. Write noise.csv, noise.md and noise.png, and print the
     table."""
     if options.tasks < 1:
         raise UserError(f"--tasks {options.tasks}: play at least 1")
@@ -104,11 +109,11 @@ def noise_gradient(options: argparse.Namespace, overrides: dict[str, str]) -> No
     opened = [(Path(model), *resolve(model, options.recipe, overrides)) for model in options.models]
     rules = [find_rule(options.rule or config.env.name) for _, config, _ in opened]
     pooled: dict[str, list[Token]] = {}
-    for (model, config, path), rule in zip(opened, rules, strict=True):
+    for (model, config, weights_path), rule in zip(opened, rules, strict=True):
         is_run = (model / "config.toml").is_file()
-        stages = (
-            {"start": start_model(model, config), "trained": path} if is_run else {"model": path}
-        )
+        stages = {"model": weights_path}
+        if is_run:
+            stages = {"start": start_model(model, config), "trained": weights_path}
         for stage, weights in stages.items():
             to_stderr(f"{stage}: {weights}")
             tokens = measure(weights, config, rule, options.tasks, options.rollouts)
@@ -118,17 +123,23 @@ def noise_gradient(options: argparse.Namespace, overrides: dict[str, str]) -> No
     rho = first_config.wm.rho
     q = first_config.wm.q
     commit = code_commit()
-    lines = []
+    records = []
     for stage, tokens in pooled.items():
-        for line in table(tokens, rho, q):
-            lines.append({"stage": stage, **line, "models": len(opened), "commit": commit})
-    write(options.out, "noise", text=report(lines, rho, q), records=lines, figure=on_noise(lines))
+        for record in table(tokens, rho, q):
+            records.append({"stage": stage, **record, "models": len(opened), "commit": commit})
+    write(
+        options.out,
+        "noise",
+        text=report(records, rho, q),
+        records=records,
+        figure=on_noise(records),
+    )
 
 
 def find_rule(name: str) -> Rule:
-    """The rule of an environment, or the function FILE.py:FUNCTION.
+    """The rule of an environment, or the function named by FILE.py:FUNCTION.
 
-    Raises UserError if there is none.
+    Raises UserError if there is no such rule.
     """
     if name not in RULES and ":" not in name:
         raise UserError(
@@ -138,16 +149,18 @@ def find_rule(name: str) -> Rule:
 
 
 def noisy(tokens: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
-    """Whether each token (its characters [start, end)) overlaps a span; one such character makes it
-    all a guess."""
-    flags = []
+    """Whether each token, given as its characters [start, end), overlaps a span.
+
+    A single noisy character makes the whole token a guess.
+    """
+    is_noise = []
     for token_start, token_end in tokens:
-        flags.append(any(token_start < end and start < token_end for start, end in spans))
-    return flags
+        is_noise.append(any(token_start < end and start < token_end for start, end in spans))
+    return is_noise
 
 
 def turns_of(groups: Sequence[Group]) -> list[Turn]:
-    """All turns, in the order of `to_samples`."""
+    """All turns of the groups, in the order of `to_samples`."""
     turns: list[Turn] = []
     for group in groups:
         for episode in group.trajectories:
@@ -158,8 +171,8 @@ def turns_of(groups: Sequence[Group]) -> list[Turn]:
 def measure(
     path: str, config: Config, rule: Rule, tasks: int, rollouts: Path | None
 ) -> list[Token]:
-    """Every observation token of the model's episodes, or of those in a file, at the temperature of
-    training."""
+    """Every observation token of the model's episodes, or of the episodes in a file, rated at the
+    training temperature."""
     groups = []
     if not rollouts:
         with open_player(config, path) as player:
@@ -206,74 +219,76 @@ def measure(
 def p_and_spread(policy: Any, batch: Any, temperature: float) -> list[tuple[float, float]]:
     """(p, ||e_y - softmax(z)||) of each observation token of a batch.
 
-    Only inside a call of the policy.
+    Must run inside a call of the policy.
     """
     pairs = []
     target = batch.target[batch.observation]
     hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position[batch.observation]]
-    # Few rows of [V] at a time.
-    for x, y in zip(hidden.split(256), target[:, None].split(256), strict=True):
-        z = policy.transform(torch.nn.functional.linear(x, policy.head_weight, policy.head_bias))
-        p = (z / temperature).softmax(-1)
-        p_of_target = p.gather(1, y)
-        spread = p.scatter_add(1, y, -torch.ones_like(p_of_target)).norm(dim=1)
+    # A few rows of [V] at a time.
+    for hidden_rows, target_rows in zip(hidden.split(256), target[:, None].split(256), strict=True):
+        products = F.linear(hidden_rows, policy.head_weight, policy.head_bias)
+        logits = policy.transform(products)
+        probabilities = (logits / temperature).softmax(-1)
+        p_of_target = probabilities.gather(1, target_rows)
+        minus_one = -torch.ones_like(p_of_target)
+        spread = probabilities.scatter_add(1, target_rows, minus_one).norm(dim=1)
         pairs += zip(p_of_target[:, 0].tolist(), spread.tolist(), strict=True)
     return pairs
 
 
 def table(tokens: list[Token], rho: float, q: float) -> list[Record]:
-    """A line for each class and loss: the class's size and its share of the gradient.
+    """A record for each class and loss: the size of the class and its share of the gradient.
 
     Raises UserError if a class has no token.
     """
-    lines = []
-    for kind in ("noise", "rest"):
-        members = [token for token in tokens if token.noise == (kind == "noise")]
+    records = []
+    for token_class in ("noise", "rest"):
+        members = [token for token in tokens if token.noise == (token_class == "noise")]
         if not members:
             raise UserError(
-                f"no token of class '{kind}' among {len(tokens)}: give more --tasks or another --rule"
+                f"no token of class '{token_class}' among {len(tokens)}: give more --tasks or another --rule"
             )
         mean_p = fmean(token.p for token in members)
-        live = fmean(token.p <= rho for token in members)
+        live_share = fmean(token.p <= rho for token in members)
         for loss, slope in SLOPES.items():
-            line: Record = {
-                "class": kind,
+            record: Record = {
+                "class": token_class,
                 "tokens": len(members),
                 "token_share": len(members) / len(tokens),
                 "mean_p": mean_p,
-                "live": live,
+                "live": live_share,
                 "loss": loss,
             }
             by_logp = sum(slope(token.p, rho, q) for token in members)
             by_logp_total = sum(slope(token.p, rho, q) for token in tokens)
-            line["by_logp"] = by_logp / (by_logp_total or 1.0)
+            record["by_logp"] = by_logp / (by_logp_total or 1.0)
 
             by_logits = sum(slope(token.p, rho, q) * token.spread for token in members)
             by_logits_total = sum(slope(token.p, rho, q) * token.spread for token in tokens)
-            line["by_logits"] = by_logits / (by_logits_total or 1.0)
-            lines.append(line)
-    return lines
+            record["by_logits"] = by_logits / (by_logits_total or 1.0)
+            records.append(record)
+    return records
 
 
-def report(lines: list[Record], rho: float, q: float) -> str:
+def report(records: list[Record], rho: float, q: float) -> str:
     """The classes, then the share of the gradient on noise."""
     classes = []
     shares = []
-    for line in lines:
-        if line["loss"] == "ce":  # the columns of a class are the same for every loss
+    for record in records:
+        if record["loss"] == "ce":  # the columns of a class are the same for every loss
             cells = [
-                line["stage"],
-                line["class"],
-                line["tokens"],
-                percent(line["token_share"]),
-                f"{line['mean_p']:.3g}",
-                percent(line["live"]),
+                record["stage"],
+                record["class"],
+                record["tokens"],
+                percent(record["token_share"]),
+                f"{record['mean_p']:.3g}",
+                percent(record["live"]),
             ]
             classes.append(cells)
-        if line["class"] == "noise":
-            by_logp = percent(line["by_logp"])
-            by_logits = percent(line["by_logits"])
-            shares.append([line["stage"], line["loss"], by_logp, by_logits, None])
+        if record["class"] == "noise":
+            by_logp = percent(record["by_logp"])
+            by_logits = percent(record["by_logits"])
+            shares.append([record["stage"], record["loss"], by_logp, by_logits, None])
     class_columns = ["model", "class", "tokens", "% of tokens", "mean p", f"% with p <= {rho:g}"]
     share_columns = ["model", "loss", "by dL/dlog p", "by dL/dlogits", "paper, WebShop"]
     return f"""{markdown(class_columns, classes)}
@@ -286,25 +301,28 @@ gce with q = {q:g}. The paper: arXiv 2606.02388, Figure 2c; its values are in no
 
 
 @styled
-def on_noise(lines: Sequence[Record]) -> Figure:
-    """Bars by stage: the share of tokens that are noise, then of each loss's gradient."""
-    noise = [line for line in lines if line["class"] == "noise"]
-    stages = list(dict.fromkeys(line["stage"] for line in noise))
+def on_noise(records: Sequence[Record]) -> Figure:
+    """Bars by stage: the share of tokens that are noise, then noise's share of each loss's gradient."""
+    noise_records = [record for record in records if record["class"] == "noise"]
+    stages = list(dict.fromkeys(record["stage"] for record in noise_records))
     width = 0.8 / len(stages)
     figure = Figure((7.2, 2.9))
     panels = figure.subplots(1, 2, sharey=True)
     for axes, key, label in zip(
         panels, ("by_logp", "by_logits"), ("dL / dlog p", "dL / dlogits"), strict=True
     ):
-        for k, stage in enumerate(stages):
-            of_stage = [line for line in noise if line["stage"] == stage]
+        for stage_index, stage in enumerate(stages):
+            of_stage = [record for record in noise_records if record["stage"] == stage]
             heights = [100 * of_stage[0]["token_share"]]
-            heights += [100 * line[key] for line in of_stage]
-            offset = (k - (len(stages) - 1) / 2) * width
-            positions = [i + offset for i in range(len(heights))]
-            bars = axes.bar(positions, heights, 0.9 * width, color=PALETTE[k], label=stage)
+            heights += [100 * record[key] for record in of_stage]
+            offset = (stage_index - (len(stages) - 1) / 2) * width
+            positions = [position + offset for position in range(len(heights))]
+            bars = axes.bar(
+                positions, heights, 0.9 * width, color=PALETTE[stage_index], label=stage
+            )
             axes.bar_label(bars, [f"{height:.0f}" for height in heights], padding=1, fontsize=8)
-            axes.set_xticks(range(len(heights)), ["tokens", *(line["loss"] for line in of_stage)])
+            labels = ["tokens", *(record["loss"] for record in of_stage)]
+            axes.set_xticks(range(len(heights)), labels)
         axes.set_xlabel(f"by {label}")
     panels[0].set_ylabel("On noise (%)")
     legend(panels[0])
@@ -318,7 +336,12 @@ def main(words: Sequence[str] | None = None) -> None:
         epilog="any key of the configuration can be set: --rollout.tasks 4",
     )
     add = parser.add_argument
-    add("models", nargs="+", metavar="MODEL", help="run directory (its start model too) or model")
+    add(
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help="run directory (its start model is measured too) or model",
+    )
     add("--recipe", help="environment and sampling (default: the run's own configuration)")
     add(
         "--tasks",
@@ -327,17 +350,20 @@ def main(words: Sequence[str] | None = None) -> None:
         help="training tasks to play in groups (default: %(default)s)",
     )
     add(
-        "--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of playing"
+        "--rollouts",
+        type=Path,
+        metavar="FILE",
+        help="episodes of `paw rollout`, instead of playing",
     )
     add(
         "--rule",
         help="what is noise: alfworld, webshop or FILE.py:FUNCTION (default: by environment)",
     )
     add("--out", type=Path, default=Path("noise"), help="folder to write (default: %(default)s)")
-    options, rest = parser.parse_known_args(words)
+    options, key_words = parser.parse_known_args(words)
     try:
-        pairs = zip(rest[::2], rest[1::2], strict=True)
-        overrides = {key.removeprefix("--"): value for key, value in pairs}
+        key_pairs = zip(key_words[::2], key_words[1::2], strict=True)
+        overrides = {key.removeprefix("--"): value for key, value in key_pairs}
         noise_gradient(options, overrides)
     except (UserError, ValueError) as error:
         parser.error(str(error))

@@ -1,13 +1,13 @@
-"""Prediction as a reward instead of a loss: an episode scores more if it was predicted well (arXiv 2607.21273).
+"""Prediction as a reward instead of a loss: an episode scores higher if it was predicted well (arXiv 2607.21273).
 
     paw experiment compare miniature --variants grpo --seeds 10 --variant "predict: wm.enabled=true
         wm.weight=0 advantage.type=bench/studies/prediction_reward.py:grpo
         run.callbacks=bench/studies/prediction_reward.py:Prediction"
 
-The score of an episode gets `bonus` times the mean probability, under the policy that played it, of
-the tokens of its observations; GRPO then divides by the standard deviation of the group as always.
-With `advantage.penalty_only = "keep"` a group that never wins learns from prediction alone, at full
-size.
+`bonus` times the mean probability of its observation tokens, under the policy that played it, is added
+to the score of an episode. GRPO then divides by the standard deviation of the group as usual. With
+`advantage.penalty_only = "keep"`, a group that never wins learns from prediction alone, with advantages
+of full size.
 """
 
 import math
@@ -26,7 +26,7 @@ _runs: list[Any] = []
 
 
 class Prediction:
-    """Keeps the run for `grpo`, since an advantage estimator is given samples only."""
+    """Keeps the run for `grpo`, because an advantage estimator only gets samples."""
 
     def on_start(self, run: Any) -> None:
         _runs[:] = [run]
@@ -55,23 +55,21 @@ def grpo(
 
 
 def mean_probabilities(run: Any, samples: Sequence[Sample]) -> dict[int, float]:
-    """By trajectory: the mean probability of its observation tokens; the last turn has none as a
-    target."""
+    """Trajectory -> mean probability of its observation tokens. The last turn has none as targets."""
     predictions = [as_response(sample) for sample in samples if len(sample.observation_ids)]
     rated = log_probs(run.policy, predictions, run.packing, temperature=1.0)
 
     probabilities: dict[int, list[float]] = {sample.trajectory: [] for sample in samples}
-    for i, (logp, _) in rated.items():
-        trajectory = predictions[i].trajectory
-        probabilities[trajectory] += [math.exp(value) for value in logp.tolist()]
+    for index, (logp, _) in rated.items():
+        trajectory = predictions[index].trajectory
+        probabilities[trajectory] += [math.exp(token_logp) for token_logp in logp.tolist()]
     return {
         trajectory: fmean(values) if values else 0.0 for trajectory, values in probabilities.items()
     }
 
 
 def as_response(sample: Sample) -> Sample:
-    """A sample whose response is the observation, so that log-probs of responses are those of
-    observations."""
+    """The sample with its observation as the response, so that `log_probs` rates the observation."""
     return replace(
         sample,
         prompt_ids=np.concatenate([sample.prompt_ids, sample.response_ids, sample.separator_ids]),

@@ -1,14 +1,14 @@
-"""The world model's losses on a model that knows the words: SmolLM2-135M-Instruct before and after a short `paw sft`.
+"""The world model's losses on a pretrained model: SmolLM2-135M-Instruct before and after a short `paw sft`.
 
-    python bench/studies/pretrained.py [--folder runs/smollm2]      # ten minutes of a core
+    python bench/studies/pretrained.py [--folder runs/smollm2]      # ten minutes on a core
 
-Writes bench/results/smollm2.csv. The model is fine-tuned on 192 turns of expert play of small
-generated household games and plays 32 episodes of others; both models are measured on TURNS turns
-of each episode, spread evenly. `head` and `hidden`: norms of a loss's gradient in the head's
-weights, and in the hidden states that the head reads, summed over groups, over another loss's.
-Rewards include penalties for invalid actions, as in the reference code; no sample is left out or
-weighted (lambda 1). Intervals are bootstrapped over episodes, those of norms over groups. What the
-folder already holds is not made again.
+Writes bench/results/smollm2.csv. The model is fine-tuned on 192 turns of expert play in small
+generated household games, and then plays 32 episodes of other games. Both models are measured on TURNS
+turns of each episode, spread evenly. `head` and `hidden` are norms of a loss's gradient in the head's
+weights and in the hidden states that the head reads, summed over groups and divided by another loss's.
+Rewards include penalties for invalid actions, as in the reference code. No sample is left out or
+weighted (lambda 1). Intervals are bootstrapped over episodes, or over groups for the norms. Whatever
+the folder already contains is not made again.
 """
 
 import argparse
@@ -66,26 +66,26 @@ RHO = 0.2
 Q = 0.7
 DRAWS = 10_000
 Parts = dict[str, list[tuple[float, float]]]
-"""By measure, (what is counted, what it is a share of) of each episode or group."""
+"""Measure -> (what is counted, what it is a share of) for each episode or group."""
 
 
 @dataclass
 class RatedTurn:
-    """A turn under the measured model."""
+    """A turn, rated by the measured model."""
 
     sample: Sample
     noise: list[bool]
-    """Of each observation token."""
+    """Whether each observation token is noise."""
     entropy: float
-    """Mean over the response, of the whole distribution."""
+    """Entropy of the full distribution, mean over the response."""
     sampled_entropy: float
-    """The same, estimated by the tokens that were sampled."""
+    """The same, estimated from the sampled tokens."""
     p: np.ndarray
     """Probability of each observation token, [tokens]."""
     spread: np.ndarray
     """||e_y - softmax(z)|| of each observation token, [tokens]."""
     selected: bool = False
-    """By the entropy of the whole distribution."""
+    """Whether the entropy of the full distribution selects the turn."""
     selected_by_both: bool = False
 
 
@@ -107,7 +107,7 @@ LOSSES = {
 
 
 def measure(path: Path, episodes: Path) -> tuple[Parts, int]:
-    """The parts of every measure, and how many observation tokens there were."""
+    """The parts of every measure, and the number of observation tokens."""
     torch.set_num_threads(1)
     config = load("quickstart", {"model.path": str(path)})
     policy = load_policy(path)
@@ -119,9 +119,9 @@ def measure(path: Path, episodes: Path) -> tuple[Parts, int]:
     parts: Parts = defaultdict(list)
     rated: list[RatedTurn] = []
     for group in sorted({sample.group for sample in samples}):
-        places = [i for i, sample in enumerate(samples) if sample.group == group]
-        of_group = [samples[i] for i in places]
-        turns, norms = measure_group(policy, head, of_group, [noise[i] for i in places])
+        places = [index for index, sample in enumerate(samples) if sample.group == group]
+        of_group = [samples[index] for index in places]
+        turns, norms = measure_group(policy, head, of_group, [noise[index] for index in places])
         rated += turns
         add_norms(parts, norms, learns=any(sample.advantage for sample in of_group))
 
@@ -139,7 +139,7 @@ def measure(path: Path, episodes: Path) -> tuple[Parts, int]:
 def choose_turns(
     groups: list[Group], chat: Chat, *, max_tokens: int
 ) -> tuple[list[Sample], list[list[bool]]]:
-    """TURNS samples of each episode that have an observation, and which of its tokens are noise."""
+    """TURNS samples of each episode that have an observation, and which of their tokens are noise."""
     encode = partial(chat.observation_ids, max_tokens=max_tokens)
     samples = to_samples(
         groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.1
@@ -153,7 +153,7 @@ def choose_turns(
     noise = []
     for sample, turn in zip(samples, turns, strict=True):
         length = last_step[sample.trajectory] + 1
-        steps = {length * k // TURNS for k in range(TURNS)}
+        steps = {length * part // TURNS for part in range(TURNS)}
         if sample.step not in steps or not len(sample.observation_ids):
             continue
         observation = turn.outcome.observation
@@ -167,12 +167,12 @@ def choose_turns(
 def measure_group(
     policy: Policy, head: Tensor, samples: list[Sample], noise: list[list[bool]]
 ) -> tuple[list[RatedTurn], dict[str, GradientNorms]]:
-    """The turns of a group, and the norms of each loss's gradient over all of them."""
+    """The rated turns of a group, and the norms of each loss's gradient over all of them."""
     for sample in samples:
         sample.wm_weight = 1.0 / len(samples)
     rated: list[RatedTurn] = []
     hidden_squares = dict.fromkeys(LOSSES, 0.0)
-    head_gradients = {name: torch.zeros_like(head) for name in LOSSES}
+    head_gradients = {loss_name: torch.zeros_like(head) for loss_name in LOSSES}
     for batch in micro_batches(
         samples, Packing(budget=2048), with_observation=True, device=policy.device
     ):
@@ -181,20 +181,22 @@ def measure_group(
             rated += rate(policy, head, hidden, batch, samples, noise)
 
         tokens = token_batch(batch, samples, update_samples=len(samples))
-        for name, loss in LOSSES.items():
-            leaf = hidden.clone().requires_grad_()
+        for loss_name, loss in LOSSES.items():
+            hidden_leaf = hidden.clone().requires_grad_()
             head.grad = None
-            out = token_loss(leaf, head, batch.target, loss, tokens, **policy.head_options(1.0))
-            out.loss.backward()
-            assert leaf.grad is not None
+            result = token_loss(
+                hidden_leaf, head, batch.target, loss, tokens, **policy.head_options(1.0)
+            )
+            result.loss.backward()
+            assert hidden_leaf.grad is not None
             assert head.grad is not None
-            hidden_squares[name] += float(leaf.grad.square().sum())
-            head_gradients[name] += head.grad
+            hidden_squares[loss_name] += float(hidden_leaf.grad.square().sum())
+            head_gradients[loss_name] += head.grad
 
     norms = {}
-    for name in LOSSES:
-        head_norm = float(head_gradients[name].norm())
-        norms[name] = GradientNorms(head=head_norm, hidden=hidden_squares[name] ** 0.5)
+    for loss_name in LOSSES:
+        head_norm = float(head_gradients[loss_name].norm())
+        norms[loss_name] = GradientNorms(head=head_norm, hidden=hidden_squares[loss_name] ** 0.5)
     return rated, norms
 
 
@@ -210,104 +212,111 @@ def rate(
     stats = token_stats(hidden, head, batch.target, **policy.head_options(1.0))
     spread = spreads(hidden[batch.observation], batch.target[batch.observation, None], head)
     rated = []
-    start = 0
+    target_start = 0
     observation_start = 0
-    for i in batch.indices:
-        sample = samples[i]
-        response_end = start + len(sample.response_ids)
-        end = response_end + len(sample.observation_ids)
+    for index in batch.indices:
+        sample = samples[index]
+        response_end = target_start + len(sample.response_ids)
+        target_end = response_end + len(sample.observation_ids)
         observation_end = observation_start + len(sample.observation_ids)
 
-        response_logp = stats.logp[start:response_end].tolist()
+        response_logp = stats.logp[target_start:response_end].tolist()
         sample.old_logp = response_logp
         sample.sampled_logp = response_logp
-        turn = RatedTurn(
+        rated_turn = RatedTurn(
             sample,
-            noise[i],
-            entropy=float(stats.entropy[start:response_end].mean()),
+            noise[index],
+            entropy=float(stats.entropy[target_start:response_end].mean()),
             sampled_entropy=-float(np.mean(response_logp)),
-            p=np.exp(stats.logp[response_end:end].tolist()),
+            p=np.exp(stats.logp[response_end:target_end].tolist()),
             spread=spread[observation_start:observation_end].numpy(),
         )
-        rated.append(turn)
-        start = end
+        rated.append(rated_turn)
+        target_start = target_end
         observation_start = observation_end
     return rated
 
 
 def spreads(hidden: Tensor, target: Tensor, head: Tensor) -> Tensor:
     """||e_y - softmax(z)|| [T] of hidden states [T, H] and targets y [T, 1]."""
-    parts = []
-    # Few rows of [V] at a time.
-    for x, y in zip(hidden.split(256), target.split(256), strict=True):
-        p = (x @ head.T).softmax(-1)
-        parts.append(p.scatter_add(1, y, -torch.ones(y.shape)).norm(dim=1))
-    return torch.cat(parts)
+    norms = []
+    # A few rows of [V] at a time.
+    for hidden_rows, target_rows in zip(hidden.split(256), target.split(256), strict=True):
+        probabilities = (hidden_rows @ head.T).softmax(-1)
+        minus_one = -torch.ones(target_rows.shape)
+        norms.append(probabilities.scatter_add(1, target_rows, minus_one).norm(dim=1))
+    return torch.cat(norms)
 
 
 def add_norms(parts: Parts, norms: dict[str, GradientNorms], *, learns: bool) -> None:
-    """Adds the norms of a group's gradients; the policy has one only if the group learns."""
+    """Adds the norms of a group's gradients. The policy has a gradient only if the group learns."""
     if learns:
         policy = norms["policy"]
-        for name in ("ce", "cmae"):
-            parts[f"{name}/policy by head"].append((norms[name].head, policy.head))
-            parts[f"{name}/policy by hidden"].append((norms[name].hidden, policy.hidden))
+        for loss_name in ("ce", "cmae"):
+            parts[f"{loss_name}/policy by head"].append((norms[loss_name].head, policy.head))
+            parts[f"{loss_name}/policy by hidden"].append((norms[loss_name].hidden, policy.hidden))
     parts["ce/cmae by head"].append((norms["ce"].head, norms["cmae"].head))
 
 
 def select(rated: list[RatedTurn]) -> None:
-    """Marks the share ALPHA of turns with the highest entropy, and those that both entropies
+    """Marks the share ALPHA of turns with the highest entropy, and those that both entropies would
     select."""
-    count = math.ceil(ALPHA * len(rated) - 1e-9)
-    order = sorted(range(len(rated)), key=lambda i: -rated[i].entropy)
-    sampled_order = sorted(range(len(rated)), key=lambda i: -rated[i].sampled_entropy)
-    for i in order[:count]:
-        rated[i].selected = True
-        rated[i].selected_by_both = i in sampled_order[:count]
+    selected_count = math.ceil(ALPHA * len(rated) - 1e-9)
+    by_entropy = sorted(range(len(rated)), key=lambda index: -rated[index].entropy)
+    by_sampled_entropy = sorted(range(len(rated)), key=lambda index: -rated[index].sampled_entropy)
+    for index in by_entropy[:selected_count]:
+        rated[index].selected = True
+        rated[index].selected_by_both = index in by_sampled_entropy[:selected_count]
 
 
 def add_episode(parts: Parts, turns: list[RatedTurn]) -> None:
-    """Adds what is counted over the chosen turns of an episode."""
-    p = np.concatenate([turn.p for turn in turns])
+    """Adds the measures that are counted over the chosen turns of an episode."""
+    probabilities = np.concatenate([turn.p for turn in turns])
     spread = np.concatenate([turn.spread for turn in turns])
     is_noise = np.concatenate([turn.noise for turn in turns])
-    parts["tokens on noise"].append((is_noise.sum(), len(p)))
-    parts["masked"].append(((p > RHO).sum(), len(p)))
+    parts["tokens on noise"].append((is_noise.sum(), len(probabilities)))
+    parts["masked"].append(((probabilities > RHO).sum(), len(probabilities)))
 
-    live = 0
-    total = 0
+    live_tokens = 0
+    total_tokens = 0
     for turn in turns:
         response = len(turn.sample.response_ids)
-        live += response * bool(turn.sample.advantage)
-        total += response
+        live_tokens += response * bool(turn.sample.advantage)
+        total_tokens += response
         if turn.selected:
-            live += (turn.p <= RHO).sum()
-            total += len(turn.p)
-    parts["live"].append((live, total))
+            live_tokens += (turn.p <= RHO).sum()
+            total_tokens += len(turn.p)
+    parts["live"].append((live_tokens, total_tokens))
 
     selected = sum(turn.selected for turn in turns)
     selected_by_both = sum(turn.selected_by_both for turn in turns)
     parts["selected by both"].append((selected_by_both, selected))
 
-    for name, slope in SLOPES.items():
-        slopes = np.array([slope(float(value), RHO, Q) for value in p])
-        for key, size in (("log p", np.ones_like(p)), ("logits", spread)):
-            gradient = slopes * size
+    for loss_name, slope in SLOPES.items():
+        slopes = np.array([slope(float(value), RHO, Q) for value in probabilities])
+        for weighting, gradient_size in (
+            ("log p", np.ones_like(probabilities)),
+            ("logits", spread),
+        ):
+            gradient = slopes * gradient_size
             of_noise = gradient[is_noise].sum()
-            parts[f"{name} gradient on noise by {key}"].append((of_noise, gradient.sum()))
+            parts[f"{loss_name} gradient on noise by {weighting}"].append(
+                (of_noise, gradient.sum())
+            )
 
 
 def intervals(parts: Parts) -> dict[str, tuple[float, float, float, int]]:
-    """Of each measure: the ratio of sums, its 95 % bootstrap interval, and the number of episodes
-    or groups."""
+    """Measure -> (ratio of sums, low and high end of its 95 % bootstrap interval, number of episodes
+    or groups)."""
     rng = np.random.default_rng(0)
     result = {}
-    for name, fractions in parts.items():
+    for measure_name, fractions in parts.items():
         pairs = np.array(fractions, dtype=float)
-        drawn = pairs[rng.integers(len(pairs), size=(DRAWS, len(pairs)))].sum(1)
-        low, high = np.nanpercentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
-        ratio = pairs[:, 0].sum() / pairs[:, 1].sum()
-        result[name] = (ratio, low, high, len(pairs))
+        drawn = rng.integers(len(pairs), size=(DRAWS, len(pairs)))
+        sums = pairs[drawn].sum(1)
+        lower, upper = np.nanpercentile(sums[:, 0] / sums[:, 1], [2.5, 97.5])
+        point_estimate = pairs[:, 0].sum() / pairs[:, 1].sum()
+        result[measure_name] = (point_estimate, lower, upper, len(pairs))
     return result
 
 
@@ -327,24 +336,24 @@ def main() -> None:
     if not episodes.exists():
         paw("rollout", tuned, *flags(PLAY), "--out", episodes)
 
-    rows = []
-    for stage, path in (("start", start), ("fine-tuned", tuned)):
-        parts, tokens = measure(path, episodes)
-        for name, (value, low, high, units) in intervals(parts).items():
-            row = {
+    records = []
+    for stage, model_path in (("start", start), ("fine-tuned", tuned)):
+        parts, tokens = measure(model_path, episodes)
+        for measure_name, (point_estimate, lower, upper, units) in intervals(parts).items():
+            record = {
                 "stage": stage,
-                "measure": name,
-                "value": f"{value:.4g}",
-                "low": f"{low:.4g}",
-                "high": f"{high:.4g}",
+                "measure": measure_name,
+                "value": f"{point_estimate:.4g}",
+                "low": f"{lower:.4g}",
+                "high": f"{upper:.4g}",
                 "units": units,
                 "observation_tokens": tokens,
                 "torch": torch.__version__,
                 "device": "cpu",
                 "commit": code_commit() or "",
             }
-            rows.append(row)
-    write(RESULTS / "smollm2.csv", rows)
+            records.append(record)
+    write(RESULTS / "smollm2.csv", records)
 
 
 if __name__ == "__main__":

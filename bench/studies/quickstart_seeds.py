@@ -1,14 +1,14 @@
-"""Train the quickstart with several seeds, each with a model and a warm-up of its own; write the table and the curve.
+"""Trains the quickstart with several seeds, each with its own model and warm-up. Writes the table and the curve.
 
     python bench/studies/quickstart_seeds.py --seeds 0 1 2 3 [--runs runs/seeds] [--recipe quickstart-long]
     python bench/studies/quickstart_seeds.py --alone runs/quickstart
 
 The second command writes the minutes of a run that had the machine to itself (`make train`) to
-quickstart_alone.csv. The first writes bench/results/quickstart.csv (one line an evaluation, with
+quickstart_alone.csv. The first writes bench/results/quickstart.csv (one line per evaluation, with
 device and versions), quickstart_t04.csv (the same games before and after training, at the paper's
-temperature of 0.4) and docs/learning_curve.png; for another recipe two files of its name, such as
-quickstart_long.csv and quickstart_long_t04.csv. Seeds that already have a finished run there are
-read, not trained again.
+temperature of 0.4) and docs/learning_curve.png. For another recipe it writes two files of that name,
+such as quickstart_long.csv and quickstart_long_t04.csv. Seeds that already have a finished run are not
+trained again; their results are read.
 """
 
 import argparse
@@ -45,28 +45,29 @@ def main() -> None:
     if options.alone:
         write(RESULTS / "quickstart_alone.csv", [minutes(load_run(options.alone))])
         return
-    rows = []
-    rows_t04 = []
+    records = []
+    records_t04 = []
     for seed in options.seeds:
         folder = options.runs / f"seed-{seed}"
         if not (folder / "report.html").exists():
             train(options.recipe, seed, folder)
         run = load_run(folder)
         of_seed = evaluations(seed, run)
-        rows += of_seed
-        rows_t04 += evaluations_t04(seed, run, folder)
+        records += of_seed
+        records_t04 += evaluations_t04(seed, run, folder)
 
-        before, after = of_seed[0]["success"], of_seed[-1]["success"]
+        before = of_seed[0]["success"]
+        after = of_seed[-1]["success"]
         print(f"seed {seed}: {before:.1%} -> {after:.1%} ({after - before:+.1%})")
-    name = options.recipe.replace("-", "_")
-    write(RESULTS / f"{name}.csv", rows)
-    write(RESULTS / f"{name}_t04.csv", rows_t04)
-    if name == "quickstart":
-        draw(rows)
+    result_name = options.recipe.replace("-", "_")
+    write(RESULTS / f"{result_name}.csv", records)
+    write(RESULTS / f"{result_name}_t04.csv", records_t04)
+    if result_name == "quickstart":
+        draw(records)
 
 
 def train(recipe: str, seed: int, folder: Path) -> None:
-    """Trains on two processes, with a model and warm-up of that seed."""
+    """Trains in two processes. The seed also determines the model and the warm-up."""
     settings = {
         "run.dir": folder.parent,
         "run.name": folder.name,
@@ -78,35 +79,35 @@ def train(recipe: str, seed: int, folder: Path) -> None:
 
 def evaluations(seed: int, run: Run) -> list[dict[str, Any]]:
     """A row for each evaluation during the run."""
-    rows = []
-    steps, _ = run.series("eval/success")
-    for step in steps:
-        row: dict[str, Any] = {"seed": seed, "update": step}
-        for name in ("success", "ci_low", "ci_high", "games"):
-            row[name] = round(run.at(f"eval/{name}", step) or 0.0, 4)
-        rows.append(row | versions(run))
-    return rows
+    records = []
+    updates, _ = run.series("eval/success")
+    for update in updates:
+        record: dict[str, Any] = {"seed": seed, "update": update}
+        for metric in ("success", "ci_low", "ci_high", "games"):
+            record[metric] = round(run.at(f"eval/{metric}", update) or 0.0, 4)
+        records.append(record | versions(run))
+    return records
 
 
 def evaluations_t04(seed: int, run: Run, folder: Path) -> list[dict[str, Any]]:
     """Rows for the start model and the trained one at a temperature of 0.4."""
-    rows = []
+    records = []
     for when, model in (("before", run.info["start"]), ("after", folder / "hf")):
         success = evaluate(model, "--recipe", folder / "config.toml", "--eval.temperature", 0.4)
-        rows.append({"seed": seed, "when": when, **success, **versions(run)})
-    return rows
+        records.append({"seed": seed, "when": when, **success, **versions(run)})
+    return records
 
 
 def minutes(run: Run) -> dict[str, Any]:
-    """Minutes of a run with its warm-up, and of the warm-up alone."""
+    """Minutes of a run including its warm-up, and of the warm-up alone."""
     warmup_s = run.info["warmup_s"]
     total_s = warmup_s + run.info["wall_s"]
-    row = {"minutes": round(total_s / 60, 1), "warm-up": round(warmup_s / 60, 1)}
-    return row | versions(run)
+    record = {"minutes": round(total_s / 60, 1), "warm-up": round(warmup_s / 60, 1)}
+    return record | versions(run)
 
 
 def versions(run: Run) -> dict[str, str]:
-    """Code, device and head that a run was made with."""
+    """The code, device and head of a run."""
     return {
         "commit": run.info["commit"],
         "paw": run.info["paw"],
@@ -117,17 +118,17 @@ def versions(run: Run) -> dict[str, str]:
 
 
 @styled
-def draw(rows: list[dict[str, Any]]) -> None:
-    """Success over updates with its interval, a curve for each seed."""
+def draw(records: list[dict[str, Any]]) -> None:
+    """Success over updates with its interval, as a curve for each seed."""
     figure, axes = plt.subplots(figsize=(6.4, 3.6), dpi=150, layout="constrained")
-    seeds = sorted({row["seed"] for row in rows})
+    seeds = sorted({record["seed"] for record in records})
     for colour, seed in zip(PALETTE, seeds, strict=False):
-        of_seed = [row for row in rows if row["seed"] == seed]
-        updates = [row["update"] for row in of_seed]
-        low = [row["ci_low"] for row in of_seed]
-        high = [row["ci_high"] for row in of_seed]
-        success = [row["success"] for row in of_seed]
-        axes.fill_between(updates, low, high, color=colour, alpha=0.12, linewidth=0)
+        of_seed = [record for record in records if record["seed"] == seed]
+        updates = [record["update"] for record in of_seed]
+        lower = [record["ci_low"] for record in of_seed]
+        upper = [record["ci_high"] for record in of_seed]
+        success = [record["success"] for record in of_seed]
+        axes.fill_between(updates, lower, upper, color=colour, alpha=0.12, linewidth=0)
         axes.plot(updates, success, "o-", color=colour, markersize=3, label=f"seed {seed}")
     axes.set(xlabel="Update", ylabel="Success on unseen games", ylim=(0, 1))
     axes.yaxis.set_major_formatter(PercentFormatter(1))

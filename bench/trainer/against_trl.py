@@ -131,11 +131,11 @@ def ours(
 ) -> Iterator[Any]:
     """This trainer's step as a function of the side's name, and its meter."""
     longest = max(row_lengths(samples))
-    keys = {
+    overrides = {
         "optim.micro_batch_tokens": str(MICRO * (longest + 64)),
         "model.compile": str(compiled).lower(),
     }
-    with update.trainer(folder, dtype=dtype, threads=threads, keys=keys) as (run, meter):
+    with update.trainer(folder, dtype=dtype, threads=threads, keys=overrides) as (run, meter):
         update.score(run, samples)
         update.choose(samples)
         yield lambda side: update.update(run, samples, paw="PaW" in side), meter
@@ -149,9 +149,9 @@ def trl(
     sys.modules["vllm"] = None  # type: ignore[assignment]  # not used here, and a minute to import
     import trl.trainer.utils as internals
 
-    cpu = not torch.cuda.is_available()
-    meter = update.Meter(torch.device("cpu" if cpu else "cuda"))
-    run = make_grpo_trainer(folder, dtype, cpu=cpu, liger=liger, compiled=compiled)
+    on_cpu = not torch.cuda.is_available()
+    meter = update.Meter(torch.device("cpu" if on_cpu else "cuda"))
+    run = make_grpo_trainer(folder, dtype, cpu=on_cpu, liger=liger, compiled=compiled)
     optimizer = update.warm(run.create_optimizer())
     model = run.accelerator.prepare(run.model)
     if liger:
@@ -159,29 +159,29 @@ def trl(
 
         _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False)
     if not compiled:  # a clock inside a graph would cut it
-        for name in ("forward", "backward"):
-            meter.watch(internals._ChunkedLogProbFunction, name, "head")
+        for function_name in ("forward", "backward"):
+            meter.watch(internals._ChunkedLogProbFunction, function_name, "head")
         meter.watch(model.base_model, "forward", "body")
     meter.watch(torch.Tensor, "backward", "body")
     meter.watch(run.accelerator, "clip_grad_norm_", "optimizer")
     meter.watch(optimizer, "step", "optimizer")
 
-    def padded(rows: list[list[int]], side: str) -> torch.Tensor:
-        tensors = [torch.tensor(row) for row in rows]
+    def padded(token_rows: list[list[int]], side: str) -> torch.Tensor:
+        tensors = [torch.tensor(token_ids) for token_ids in token_rows]
         return internals.pad(tensors, padding_value=0, padding_side=side).to(run.args.device)
 
     def step(side: str) -> dict[str, float]:
-        internals._use_triton = lambda device: not cpu or "completions" in side
-        total = sum(len(sample.response_ids) for sample in samples)
+        internals._use_triton = lambda device: not on_cpu or "completions" in side
+        response_tokens = sum(len(sample.response_ids) for sample in samples)
         loss = 0.0
-        for start in range(0, SEQUENCES, MICRO):
-            part = episodes(samples)[start : start + MICRO]
-            batch = trl_batch(part, total, padded)
-            loss += float(run.training_step(model, batch, total))
-        norm = float(run.accelerator.clip_grad_norm_(model.parameters(), 1.0))
+        for first_episode in range(0, SEQUENCES, MICRO):
+            micro_batch = episodes(samples)[first_episode : first_episode + MICRO]
+            batch = trl_batch(micro_batch, response_tokens, padded)
+            loss += float(run.training_step(model, batch, response_tokens))
+        grad_norm = float(run.accelerator.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         model.zero_grad()
-        return {"loss": loss, "grad_norm": norm}
+        return {"loss": loss, "grad_norm": grad_norm}
 
     yield step, meter
 
@@ -226,28 +226,30 @@ def make_grpo_trainer(folder: str, dtype: str, *, cpu: bool, liger: bool, compil
 
 
 def trl_batch(
-    part: list[list[Sample]], total: int, padded: Callable[[list[list[int]], str], torch.Tensor]
+    micro_batch: list[list[Sample]],
+    response_tokens: int,
+    padded: Callable[[list[list[int]], str], torch.Tensor],
 ) -> dict[str, Any]:
     """Episodes as `_generate_and_score_completions` leaves them: tools' text is masked out of the
     loss.
 
     `total`: response tokens of the update. `padded(rows, side)` makes a tensor of rows.
     """
-    prompts = [episode[0].prompt_ids.tolist() for episode in part]
+    prompts = [episode[0].prompt_ids.tolist() for episode in micro_batch]
     completions = []
-    for episode, prompt in zip(part, prompts, strict=True):
-        row = [*episode[-1].prompt_ids, *episode[-1].response_ids]
-        completions.append(row[len(prompt) :])
+    for episode, prompt in zip(micro_batch, prompts, strict=True):
+        completion = [*episode[-1].prompt_ids, *episode[-1].response_ids]
+        completions.append(completion[len(prompt) :])
     prompt_ids = padded(prompts, "left")
-    advantages = [episode[0].advantage for episode in part]
+    advantages = [episode[0].advantage for episode in micro_batch]
     return {
         "prompt_ids": prompt_ids,
         "prompt_mask": padded([[1] * len(prompt) for prompt in prompts], "left"),
         "completion_ids": padded(completions, "right"),
-        "completion_mask": padded([[1] * len(row) for row in completions], "right"),
-        "tool_mask": padded([response_mask(episode) for episode in part], "right"),
+        "completion_mask": padded([[1] * len(completion) for completion in completions], "right"),
+        "tool_mask": padded([response_mask(episode) for episode in micro_batch], "right"),
         "advantages": torch.tensor(advantages, device=prompt_ids.device),
-        "num_items_in_batch": torch.tensor(total, device=prompt_ids.device),
+        "num_items_in_batch": torch.tensor(response_tokens, device=prompt_ids.device),
     }
 
 
@@ -262,7 +264,7 @@ def response_mask(episode: list[Sample]) -> list[int]:
     return mask
 
 
-def work(pipe: Any, worker: str, folder: str, dtype: str, style: str, threads: int) -> None:
+def work(connection: Any, worker: str, folder: str, dtype: str, style: str, threads: int) -> None:
     """The process of a worker: measures a step of each side that `pipe` names, and sends the row.
 
     First sends {}, or with Liger the "error" that keeps it from running.
@@ -278,14 +280,14 @@ def work(pipe: Any, worker: str, folder: str, dtype: str, style: str, threads: i
             opened = ours(folder, dtype, samples, threads=threads, compiled=compiled)
         with opened as (step, meter):
             step(worker)  # the first step is slower
-            pipe.send({})
+            connection.send({})
             with suppress(EOFError):
                 while True:
-                    pipe.send(meter.measure(partial(step, pipe.recv())))
+                    connection.send(meter.measure(partial(step, connection.recv())))
     except Exception as error:
         if not liger:
             raise
-        pipe.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+        connection.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
 
 
 def main() -> int:
@@ -313,47 +315,52 @@ def main() -> int:
               "or leave TRL out: --sides GRPO 'GRPO + PaW'", file=sys.stderr)  # fmt: skip
         return 2
     os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes: nothing is looked up
-    gpu = torch.cuda.is_available()
-    path = RESULTS / f"trainer_vs_trl_{'gpu' if gpu else 'cpu'}.csv"
+    on_gpu = torch.cuda.is_available()
+    table_path = RESULTS / f"trainer_vs_trl_{'gpu' if on_gpu else 'cpu'}.csv"
     case = {"model": options.model, "dtype": options.dtype, "style": options.style}
-    rows: list[dict[str, Any]] = [*read(path)] if path.exists() else []
+    records: list[dict[str, Any]] = [*read(table_path)] if table_path.exists() else []
     if options.fresh:
-        rows = [row for row in rows if not case.items() <= row.items()]
-    measure(options, path, case, rows)
+        records = [record for record in records if not case.items() <= record.items()]
+    measure(options, table_path, case, records)
 
-    of_case = [row for row in rows if case.items() <= row.items()]
-    if not gpu and (options.dtype, options.style) == ("float32", "turns"):
+    of_case = [record for record in records if case.items() <= record.items()]
+    if not on_gpu and (options.dtype, options.style) == ("float32", "turns"):
         draw(of_case, ROOT / "docs" / "trainer_vs_trl.png")
     return compare(of_case, TOLERANCE[options.dtype])
 
 
 def measure(
-    options: argparse.Namespace, path: Path, case: dict[str, str], rows: list[dict[str, Any]]
+    options: argparse.Namespace,
+    table_path: Path,
+    case: dict[str, str],
+    records: list[dict[str, Any]],
 ) -> None:
     """Adds rounds of the case to `rows`, and writes the file after each step."""
     folder = update.make_folder(options.model, ROOT / "runs" / "bench" / options.model)
     common = conditions(options)
-    pipes = start_workers(options, folder)
-    sides = [side for side in options.sides if worker_of(side) in pipes]
-    rounds = [int(row["round"]) for row in rows if case.items() <= row.items()]
+    connections = start_workers(options, folder)
+    sides = [side for side in options.sides if worker_of(side) in connections]
+    rounds = [int(record["round"]) for record in records if case.items() <= record.items()]
     first_round = 1 + max(rounds, default=-1)
     for number in range(first_round, first_round + options.rounds):
         in_order = sides if number % 2 else sides[::-1]
         for side in in_order:
-            pipe = pipes[worker_of(side)]
-            pipe.send(side)
-            measured = {key: round(value, 5) for key, value in pipe.recv().items()}
-            rows.append(case | {"side": side, "round": number} | measured | common)
-            write(path, rows)
+            connection = connections[worker_of(side)]
+            connection.send(side)
+            measured = {
+                metric: round(measurement, 5) for metric, measurement in connection.recv().items()
+            }
+            records.append(case | {"side": side, "round": number} | measured | common)
+            write(table_path, records)
             print(side, measured, flush=True)
 
 
 def conditions(options: argparse.Namespace) -> dict[str, Any]:
     """Columns of every row: the device, the versions and the size of the update."""
-    gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available()
     columns = {
         "date": str(datetime.now(UTC).date()),
-        "device": torch.cuda.get_device_name() if gpu else cpu_name(),
+        "device": torch.cuda.get_device_name() if on_gpu else cpu_name(),
         "threads": options.threads,
         "commit": code_commit(),
         "sequences": SEQUENCES,
@@ -374,126 +381,131 @@ def start_workers(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Starts the processes of the sides; returns the pipe of each that runs here, prints why others
     do not."""
     context = multiprocessing.get_context("spawn")
-    pipes: dict[str, Any] = {}
+    connections: dict[str, Any] = {}
 
     def close_all() -> None:
-        for pipe in pipes.values():
-            pipe.close()
+        for connection in connections.values():
+            connection.close()
 
     atexit.register(close_all)  # so that the workers end, whatever ends this process
     for worker in dict.fromkeys(worker_of(side) for side in options.sides):
-        pipes[worker], far_end = context.Pipe()
+        connections[worker], far_end = context.Pipe()
         arguments = (far_end, worker, folder, options.dtype, options.style, options.threads)
         context.Process(target=work, args=arguments, daemon=True).start()
         far_end.close()  # so that the end of the process is an EOFError here
 
-    for worker, pipe in list(pipes.items()):
-        error = pipe.recv().get("error")
+    for worker, connection in list(connections.items()):
+        error = connection.recv().get("error")
         if error:
             print(f"{worker} does not run here: {error}")
-            del pipes[worker]
-    return pipes
+            del connections[worker]
+    return connections
 
 
-def medians(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def medians(records: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """By side, the median over rounds of each measure.
 
-    "KEY / OTHER" is the median of a measure in COMPARED over that of the other side in the same
+    "KEY / OTHER" is the median of a metric in COMPARED over that of the other side in the same
     round.
     """
     by_round = {}
-    for row in rows:
-        values = {key: float(row.get(key) or "nan") for key in MEASURES}
-        by_round[row["side"], int(row["round"])] = values
+    for record in records:
+        values = {metric: float(record.get(metric) or "nan") for metric in MEASURES}
+        by_round[record["side"], int(record["round"])] = values
 
     result: dict[str, dict[str, float]] = {}
-    for side in sorted({row["side"] for row in rows}, key=SIDES.index):
-        rounds = [number for name, number in by_round if name == side]
+    for side in sorted({record["side"] for record in records}, key=SIDES.index):
+        rounds = [number for round_side, number in by_round if round_side == side]
         result[side] = {}
-        for key in MEASURES:
-            result[side][key] = median(by_round[side, number][key] for number in rounds)
-        for other in SIDES:
-            shared = [number for number in rounds if (other, number) in by_round]
-            if other == side or not shared:
+        for metric in MEASURES:
+            result[side][metric] = median(by_round[side, number][metric] for number in rounds)
+        for other_side in SIDES:
+            shared = [number for number in rounds if (other_side, number) in by_round]
+            if other_side == side or not shared:
                 continue
-            for key in COMPARED:
-                ratios = [by_round[side, n][key] / by_round[other, n][key] for n in shared]
-                result[side][f"{key} / {other}"] = median(ratios)
+            for metric in COMPARED:
+                ratios = []
+                for number in shared:
+                    other_value = by_round[other_side, number][metric]
+                    ratios.append(by_round[side, number][metric] / other_value)
+                result[side][f"{metric} / {other_side}"] = median(ratios)
     return result
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(records: list[dict[str, Any]]) -> str:
     """Medians over rounds, in Markdown; in brackets how many times GRPO's of the same round."""
-    names = ["", "s", "processor s", "tokens/s", "peak, GiB", "body, s", "head, s", "optimizer, s"]
-    lines = [f"| {' | '.join(names)} |".replace("|  |", "| |"), "|---" * len(names) + "|"]
-    for side, of_side in medians(rows).items():
-        rate = float(rows[0]["tokens"]) / of_side["seconds"]
+    titles = "| | s | processor s | tokens/s | peak, GiB | body, s | head, s | optimizer, s |"
+    table_lines = [titles, "|---|---|---|---|---|---|---|---|"]
+    for side, of_side in medians(records).items():
+        tokens_a_second = float(records[0]["tokens"]) / of_side["seconds"]
         cells = [
             f"{of_side['seconds']:.1f}",
             f"{of_side['cpu_s']:.1f}",
-            f"{rate:.0f}",
+            f"{tokens_a_second:.0f}",
             f"{of_side['peak_gib']:.2f}",
             f"{of_side['body_s']:.1f}",
             f"{of_side['head_s']:.1f}",
             f"{of_side['optimizer_s']:.1f}",
         ]
-        for column, key in {0: "seconds", 1: "cpu_s", 3: "peak_gib"}.items():
-            ratio = of_side.get(f"{key} / {SIDES[0]}")
+        for column, metric in {0: "seconds", 1: "cpu_s", 3: "peak_gib"}.items():
+            ratio = of_side.get(f"{metric} / {SIDES[0]}")
             if ratio:
                 cells[column] += f" ({ratio:.2f})"
-        lines.append(f"| {side} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        table_lines.append(f"| {side} | {' | '.join(cells)} |")
+    return "\n".join(table_lines)
 
 
-def compare(rows: list[dict[str, Any]], tolerance: float) -> int:
+def compare(records: list[dict[str, Any]], tolerance: float) -> int:
     """Prints the table; returns the exit code, 1 if TRL's loss or gradient is not this
     trainer's."""
-    print(table(rows))
-    base = next((row for row in rows if row["side"] == SIDES[0]), rows[0])
-    for row in rows:
-        for key in ("loss", "grad_norm"):
-            if "TRL" in row["side"] and abs(float(row[key]) / float(base[key]) - 1) > tolerance:
-                print(f"{row['side']}: {key} is {row[key]}, not {base[key]}")
+    print(table(records))
+    base_record = next((record for record in records if record["side"] == SIDES[0]), records[0])
+    for record in records:
+        for metric in ("loss", "grad_norm"):
+            difference = abs(float(record[metric]) / float(base_record[metric]) - 1)
+            if "TRL" in record["side"] and difference > tolerance:
+                print(f"{record['side']}: {metric} is {record[metric]}, not {base_record[metric]}")
                 return 1
     return 0
 
 
 @styled
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(records: list[dict[str, Any]], path: Path) -> None:
     """Seconds of a step by part, and peak memory, of each side; readable at the width of a
     phone."""
-    by_side = medians(rows)
+    by_side = medians(records)
     sides = sorted(by_side, key=lambda side: side == "TRL")  # what only a CPU runs comes last
     sides.reverse()  # bars are drawn from the bottom
-    names = [LABELS.get(side, side) for side in sides]
+    side_names = [LABELS.get(side, side) for side in sides]
     figure = Figure((4.4, 5.2))
-    times, memory = figure.subplots(2, 1)
+    time_axes, memory = figure.subplots(2, 1)
 
-    ends = [0.0] * len(sides)
-    for part, colour in {"body": BLUE, "head": VERMILLION, "optimizer": GREEN, "rest": SKY}.items():
+    bar_ends = [0.0] * len(sides)
+    colours = {"body": BLUE, "head": VERMILLION, "optimizer": GREEN, "rest": SKY}
+    for step_part, colour in colours.items():
         widths = []
-        for side, end in zip(sides, ends, strict=True):
-            rest = by_side[side]["seconds"] - end
-            widths.append(by_side[side].get(f"{part}_s", rest))
-        times.barh(names, widths, 0.62, ends, color=colour, label=part)
-        ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    memory.barh(names, [by_side[side]["peak_gib"] for side in sides], 0.62, color=BLUE)
+        for side, bar_end in zip(sides, bar_ends, strict=True):
+            rest = by_side[side]["seconds"] - bar_end
+            widths.append(by_side[side].get(f"{step_part}_s", rest))
+        time_axes.barh(side_names, widths, 0.62, bar_ends, color=colour, label=step_part)
+        bar_ends = [end + width for end, width in zip(bar_ends, widths, strict=True)]
+    memory.barh(side_names, [by_side[side]["peak_gib"] for side in sides], 0.62, color=BLUE)
 
-    for axes, key, unit, label in (
-        (times, "seconds", "s", "Seconds"),
+    for panel, metric, unit, label in (
+        (time_axes, "seconds", "s", "Seconds"),
         (memory, "peak_gib", "GiB", "Peak memory, GiB"),
     ):
-        values = [by_side[side][key] for side in sides]
-        for position, value in enumerate(values):
-            axes.text(value, position, f" {value:.3g} {unit}", va="center", color=INK)
-        axes.set(xlabel=label, xlim=(0, 1.25 * max(values)))
-        axes.grid(visible=False)
-    times.legend(
+        values = [by_side[side][metric] for side in sides]
+        for position, measurement in enumerate(values):
+            panel.text(measurement, position, f" {measurement:.3g} {unit}", va="center", color=INK)
+        panel.set(xlabel=label, xlim=(0, 1.25 * max(values)))
+        panel.grid(visible=False)
+    time_axes.legend(
         ncols=4, loc="lower left", bbox_to_anchor=(-0.2, 1.0), handlelength=1, columnspacing=1
     )
-    last = rows[-1]
-    conditions = f"{int(last['tokens']):,} tokens, {last['threads']} threads"
-    figure.suptitle(f"One optimizer step of {last['model']},\n{conditions}")
+    last_record = records[-1]
+    conditions = f"{int(last_record['tokens']):,} tokens, {last_record['threads']} threads"
+    figure.suptitle(f"One optimizer step of {last_record['model']},\n{conditions}")
     figure.savefig(path, dpi=200)
 
 

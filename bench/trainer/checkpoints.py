@@ -66,7 +66,7 @@ def main() -> None:
         "parameters": learner.policy.lm.num_parameters(),
     }
     folder = Path(ranks.broadcast_from_rank0(tempfile.mkdtemp, str))
-    rows = []
+    records = []
     for repeat in range(REPEATS):
         for way in WAYS:
             ranks.gather(0)  # a common start
@@ -74,13 +74,13 @@ def main() -> None:
                 seconds = save_gathered(learner, ranks, folder)
             else:
                 seconds = save_shards(learner, ranks, folder, background=way == "background")
-            size = sum(path.stat().st_size for path in folder.glob("step_000001/*"))
-            columns = {"way": way, "repeat": repeat, "gib": round(size / 2**30, 2)}
-            rows.append(common | columns | seconds)
+            checkpoint_bytes = sum(path.stat().st_size for path in folder.glob("step_000001/*"))
+            columns = {"way": way, "repeat": repeat, "gib": round(checkpoint_bytes / 2**30, 2)}
+            records.append(common | columns | seconds)
             ranks.gather(0)
             shutil.rmtree(folder, ignore_errors=True)
     if ranks.first:
-        write(RESULTS / "checkpoints_cpu.csv", rows)
+        write(RESULTS / "checkpoints_cpu.csv", records)
     os._exit(0)
 
 
@@ -96,7 +96,7 @@ def make_learner(ranks: DistributedRanks) -> Learner:
 
 
 def save_gathered(learner: Learner, ranks: Ranks, folder: Path) -> dict[str, float]:
-    start = time.perf_counter()
+    started = time.perf_counter()
     parameters = learner.parameters.items()
     files = {
         "model": full_tensors(parameters),
@@ -109,7 +109,7 @@ def save_gathered(learner: Learner, ranks: Ranks, folder: Path) -> dict[str, flo
             for _ in tensors:
                 pass  # takes part in gathering this tensor
     ranks.gather(0)
-    seconds = round(time.perf_counter() - start, 3)
+    seconds = round(time.perf_counter() - started, 3)
     return {"waits_s": seconds, "there_s": seconds}
 
 
@@ -122,7 +122,7 @@ def full_tensors(shards: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
 def save_shards(
     learner: Learner, ranks: Ranks, folder: Path, *, background: bool
 ) -> dict[str, float]:
-    start = time.perf_counter()
+    started = time.perf_counter()
     saving = start_saving(
         [learner],
         ranks,
@@ -138,8 +138,8 @@ def save_shards(
     saving.publish(1)
     published = time.perf_counter()
     return {
-        "waits_s": round(trains_again - start + published - written, 3),
-        "there_s": round(published - start, 3),
+        "waits_s": round(trains_again - started + published - written, 3),
+        "there_s": round(published - started, 3),
     }
 
 

@@ -72,9 +72,9 @@ class Script:
         self._queue.append(request)
 
     def step(self) -> list[Completion]:
-        queue, self._queue = self._queue, []
+        requests, self._queue = self._queue, []
         logp = [-1.0] * len(self.ids)
-        return [Completion(request.key, self.ids, logp, entropy=None) for request in queue]
+        return [Completion(request.key, self.ids, logp, entropy=None) for request in requests]
 
 
 def make_chat() -> Chat:
@@ -100,12 +100,12 @@ def service_response(style: str, turn: int, order: str) -> str:
     return Reply.of(text)
 
 
-def play(chat: Chat, name: str, style: str) -> list[Any]:
+def play(chat: Chat, environment_name: str, style: str) -> list[Any]:
     """The samples of all episodes of an environment, "search" or "tau2", in a style of prompts."""
-    keys = KEYS | {"env.style": style, "env.invalid_penalty": "0.0"}
-    if name == "search":
-        keys |= NO_FILES
-    config = load("search-grpo-paw" if name == "search" else "tau2-grpo", keys)
+    overrides = KEYS | {"env.style": style, "env.invalid_penalty": "0.0"}
+    if environment_name == "search":
+        overrides |= NO_FILES
+    config = load("search-grpo-paw" if environment_name == "search" else "tau2-grpo", overrides)
     factory = make_factory(config)
     engine = Script()
 
@@ -113,7 +113,7 @@ def play(chat: Chat, name: str, style: str) -> list[Any]:
         await env.reset()
         turn = 0
         while not env.done:
-            if name == "search":
+            if environment_name == "search":
                 response = env._environment.oracle()
             else:
                 order = env.task.id.rpartition("/")[2]
@@ -173,10 +173,10 @@ def timed(chat: Chat, *, episodes: int = 1, rounds: int = 2) -> list[dict[str, A
     """Scoring and an update with the world model; the two layouts of rows take turns."""
     folder = update.make_folder("SmolLM2-135M", ROOT / "runs" / "bench" / "SmolLM2-135M")
     common = {"device": cpu_name(), "threads": 2, "torch": torch.__version__}
-    rows = []
+    records = []
     with update.trainer(folder) as (run, meter):
-        for name in ("search", "tau2"):
-            samples = play(chat, name, "chat")
+        for environment_name in ("search", "tau2"):
+            samples = play(chat, environment_name, "chat")
             samples = [sample for sample in samples if sample.trajectory < episodes]
             for sample in samples:
                 sample.advantage = (-1.0) ** sample.trajectory
@@ -191,9 +191,11 @@ def timed(chat: Chat, *, episodes: int = 1, rounds: int = 2) -> list[dict[str, A
                 for layout in layouts:
                     for sample, in_conversation in zip(samples, continues, strict=True):
                         sample.continues = in_conversation and layout == "episodes"
-                    measured = {key: round(value, 5) for key, value in meter.measure(step).items()}
-                    row = {
-                        "environment": name,
+                    measured = {
+                        metric: round(value, 5) for metric, value in meter.measure(step).items()
+                    }
+                    record = {
+                        "environment": environment_name,
                         "rows": layout,
                         "round": number,
                         "episodes": episodes,
@@ -203,34 +205,38 @@ def timed(chat: Chat, *, episodes: int = 1, rounds: int = 2) -> list[dict[str, A
                         **common,
                         "commit": code_commit(),
                     }
-                    print(row, flush=True)
-                    rows.append(row)
-            show_ratios(name, [row for row in rows if row["environment"] == name])
-    return rows
+                    print(record, flush=True)
+                    records.append(record)
+            show_ratios(
+                environment_name,
+                [record for record in records if record["environment"] == environment_name],
+            )
+    return records
 
 
-def show_ratios(name: str, rows: list[dict[str, Any]]) -> None:
+def show_ratios(environment_name: str, records: list[dict[str, Any]]) -> None:
     """Prints the medians of how many times as long a row a turn takes as a row an episode."""
-    for key in ("seconds", "cpu_s"):
-        turns = [row[key] for row in rows if row["rows"] == "turns"]
-        episodes = [row[key] for row in rows if row["rows"] == "episodes"]
-        ratio = median(a / b for a, b in zip(turns, episodes, strict=True))
-        print(name, key, f"{ratio:.2f}")
+    for metric in ("seconds", "cpu_s"):
+        of_turns = [record[metric] for record in records if record["rows"] == "turns"]
+        of_episodes = [record[metric] for record in records if record["rows"] == "episodes"]
+        pairs = zip(of_turns, of_episodes, strict=True)
+        ratio = median(per_turn / per_episode for per_turn, per_episode in pairs)
+        print(environment_name, metric, f"{ratio:.2f}")
 
 
 def counted(chat: Chat) -> list[dict[str, Any]]:
     """Tokens of each environment, style and layout of rows."""
-    rows = []
-    for name in ("search", "tau2"):
+    records = []
+    for environment_name in ("search", "tau2"):
         for style in ("paper", "chat"):
-            samples = play(chat, name, style)
+            samples = play(chat, environment_name, style)
             # The paper's prompts have a row a turn. Turns come last: they cut the conversations.
             layouts = ("episodes", "turns") if style == "chat" else ("turns",)
             for layout in layouts:
                 for sample in samples:
                     sample.continues &= layout == "episodes"
-                row = {
-                    "environment": name,
+                record = {
+                    "environment": environment_name,
                     "style": style,
                     "rows": layout,
                     "episodes": len({sample.trajectory for sample in samples}),
@@ -241,9 +247,9 @@ def counted(chat: Chat) -> list[dict[str, Any]]:
                     "observations": sum(len(sample.observation_ids) for sample in samples),
                     "paw": added(samples),
                 }
-                print(row, flush=True)
-                rows.append(row)
-    return rows
+                print(record, flush=True)
+                records.append(record)
+    return records
 
 
 def main() -> None:

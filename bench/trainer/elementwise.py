@@ -52,7 +52,8 @@ class _NoAttention(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         # As attention kernels write them: [T, heads, size].
         return tuple(
-            x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in context.saved_tensors
+            tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
+            for tensor in context.saved_tensors
         )
 
 
@@ -69,9 +70,9 @@ class _Bytes(TorchDispatchMode):
         result = operation(*args, **(kwargs or {}))
         if operation.overloadpacket.__name__ in UNCOUNTED or operation.is_view:
             return result
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, Tensor) and TOKENS in leaf.shape:
-                self.total += _stored_bytes(leaf)
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, Tensor) and TOKENS in tensor.shape:
+                self.total += _stored_bytes(tensor)
         return result
 
 
@@ -93,9 +94,9 @@ def counted_traffic(shape: Shape) -> Traffic:
         hidden = torch.empty(1, TOKENS, shape.hidden, dtype=torch.bfloat16, requires_grad=True)
         angles = torch.empty(1, TOKENS, shape.head_size, dtype=torch.bfloat16)
         with _Bytes() as moved:
-            out = layer(hidden, attention_mask=None, position_embeddings=(angles, angles))
+            layer_output = layer(hidden, attention_mask=None, position_embeddings=(angles, angles))
             forward = moved.total
-            out.backward(torch.empty_like(out))
+            layer_output.backward(torch.empty_like(layer_output))
     return Traffic(forward / TOKENS, (moved.total - forward) / TOKENS)
 
 
@@ -121,20 +122,20 @@ def _model(shape: Shape) -> Any:
 
 def rows() -> list[dict[str, Any]]:
     """MB a token of all layers, for each model."""
-    table = []
+    records = []
     for model in MODELS:
         shape = SHAPES[model]
-        ways = {
+        traffics = {
             "eager, counted": counted_traffic(shape),
             "eager, as planned": eager_traffic(shape),
             "fused, as planned": fused_traffic(shape),
         }
-        for layers, traffic in ways.items():
-            row = {"model": model, "layers": layers}
-            row["forward_mb"] = f"{shape.layers * traffic.forward / 1e6:.2f}"
-            row["backward_mb"] = f"{shape.layers * traffic.backward / 1e6:.2f}"
-            table.append(row)
-    return table
+        for layers, traffic in traffics.items():
+            record = {"model": model, "layers": layers}
+            record["forward_mb"] = f"{shape.layers * traffic.forward / 1e6:.2f}"
+            record["backward_mb"] = f"{shape.layers * traffic.backward / 1e6:.2f}"
+            records.append(record)
+    return records
 
 
 if __name__ == "__main__":

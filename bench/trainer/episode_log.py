@@ -62,8 +62,8 @@ class Draw:
         self.numpy = np.random.default_rng(seed)
 
     def span(self, count: int) -> list[int]:
-        start = self.random.randrange(len(self.ids) - count)
-        return self.ids[start : start + count]
+        span_start = self.random.randrange(len(self.ids) - count)
+        return self.ids[span_start : span_start + count]
 
     def turn(self) -> Turn:
         observation_ids = self.span(OBSERVATION)
@@ -107,9 +107,9 @@ def batches_of(samples: list[Sample]) -> list[tuple[torch.Tensor, Batch]]:
     """Micro-batches of 16 samples, with random log-probs of their targets."""
     batches = []
     nothing = torch.zeros(0)
-    for start in range(0, len(samples), 16):
-        indices = list(range(start, min(start + 16, len(samples))))
-        selected = sum(samples[i].wm_weight > 0 for i in indices)
+    for first_sample in range(0, len(samples), 16):
+        indices = list(range(first_sample, min(first_sample + 16, len(samples))))
+        selected = sum(samples[index].wm_weight > 0 for index in indices)
         logp = -torch.rand(len(indices) * RESPONSE + selected * OBSERVATION)
         batch = Batch(nothing, [], nothing, nothing, nothing, nothing, nothing, indices)
         batches.append((logp, batch))
@@ -125,7 +125,7 @@ def main() -> None:
         count=EPISODES,
         texts=TokenTexts(lambda ids: draw.tokenizer.decode(ids, skip_special_tokens=False)),
     )
-    rows = []
+    records = []
     with tempfile.TemporaryDirectory() as folder, open_log(Path(folder)) as log:
         file = Path(folder) / "episodes.jsonl"
         for update in range(1, options.updates + 1):
@@ -134,24 +134,24 @@ def main() -> None:
             batches = batches_of(samples)
             size_before = file.stat().st_size
 
-            start = time.process_time()
+            started = time.process_time()
             episode_log.start(groups)
             for logp, batch in batches:
                 episode_log.observe(logp, batch, samples)
             episode_log.finish(samples)
             log.episodes(update, episode_log.take())
-            seconds = time.process_time() - start
+            seconds = time.process_time() - started
 
-            size = file.stat().st_size - size_before
+            written_bytes = file.stat().st_size - size_before
             tokens = EPISODES * TURNS * RESPONSE + math.ceil(EPISODES * TURNS * 0.75) * OBSERVATION
-            rows.append({
-                "update": update, "episodes": EPISODES, "tokens": tokens, "bytes": size,
+            records.append({
+                "update": update, "episodes": EPISODES, "tokens": tokens, "bytes": written_bytes,
                 "cpu_s": round(seconds, 4), "device": cpu_name(), "torch": torch.__version__,
                 "commit": code_commit(),
             })  # fmt: skip
-    write(RESULTS / "episode_log_cpu.csv", rows)
-    for row in rows:
-        print(row)
+    write(RESULTS / "episode_log_cpu.csv", records)
+    for record in records:
+        print(record)
 
 
 if __name__ == "__main__":

@@ -56,19 +56,19 @@ class Clock:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        start = time.process_time()
+    def part(self, part: str) -> Iterator[None]:
+        started = time.process_time()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.process_time() - started
 
 
 def make_groups(draw: random.Random, shared: int, clock: Clock) -> list[Group]:
     """Groups of random tokens; the prompts of a group begin with `shared` tokens of its own."""
-    pool = [draw.randrange(150_000) for _ in range(200_000)]
+    token_pool = [draw.randrange(150_000) for _ in range(200_000)]
 
     def ids(count: int) -> list[int]:
-        start = draw.randrange(len(pool) - count)
-        return pool[start : start + count]
+        pool_start = draw.randrange(len(token_pool) - count)
+        return token_pool[pool_start : pool_start + count]
 
     groups: list[Group] = []
     for number in range(GROUPS):
@@ -83,7 +83,7 @@ def make_groups(draw: random.Random, shared: int, clock: Clock) -> list[Group]:
                 parts: dict[str, Any] = {
                     "prompt_ids": beginning + ids(PROMPT - shared),
                     "response_ids": ids(RESPONSE),
-                    "sampled_logp": [-0.5 - 0.001 * i for i in range(RESPONSE)],
+                    "sampled_logp": [-0.5 - 0.001 * position for position in range(RESPONSE)],
                     "observation_ids": ids(OBSERVATION),
                 }
                 with clock.part("arrays of turns"):
@@ -130,8 +130,8 @@ def update(groups: list[Group], packing: Packing, clock: Clock) -> dict[str, int
 
     counts = {"tokens": 0, "computed": 0, "micro_batches": 0}
     with clock.part("mini-batches"):
-        parts = minibatches(samples, size=256, seed=0)
-    for minibatch in parts:
+        update_minibatches = minibatches(samples, size=256, seed=0)
+    for minibatch in update_minibatches:
         with clock.part("micro-batches"):
             batches = micro_batches(minibatch, packing, with_observation=True, device=CPU)
         for batch in made(batches, clock):
@@ -152,16 +152,18 @@ def score(samples: list[Sample], packing: Packing, clock: Clock) -> list[tuple[V
         logp_N = -torch.rand(len(batch.target))
         entropy_N = torch.rand(len(batch.target))
         with clock.part("reading back"):
-            ends = [0, *accumulate(len(samples[i].response_ids) for i in batch.indices)]
-            offsets: Any = torch.tensor(ends)
+            lengths = [len(samples[index].response_ids) for index in batch.indices]
+            sample_ends = [0, *accumulate(lengths)]
+            offsets: Any = torch.tensor(sample_ends)
             entropies = torch.segment_reduce(
                 entropy_N.double(), "mean", offsets=offsets, initial=0, unsafe=True
             )
             logp = logp_N.cpu().numpy()
-            of_samples = zip(batch.indices, pairwise(ends), entropies.float().tolist(), strict=True)
-            for i, (start, end), entropy in of_samples:
-                scored[i] = (logp[start:end], entropy)
-    return [scored[i] for i in range(len(samples))]
+            spans = pairwise(sample_ends)
+            of_samples = zip(batch.indices, spans, entropies.float().tolist(), strict=True)
+            for index, (start, end), entropy in of_samples:
+                scored[index] = (logp[start:end], entropy)
+    return [scored[index] for index in range(len(samples))]
 
 
 def optimize(batch: Batch, minibatch: list[Sample], update_samples: int, clock: Clock) -> None:
@@ -169,16 +171,16 @@ def optimize(batch: Batch, minibatch: list[Sample], update_samples: int, clock: 
     with clock.part("what the loss reads"):
         tokens = losses.token_batch(batch, minibatch, update_samples=update_samples, reference=True)
     bounds(batch, clock)
-    n = len(batch.target)
-    out = TokenLoss(
+    token_count = len(batch.target)
+    result = TokenLoss(
         torch.zeros(()),
-        torch.zeros(n),
-        -torch.rand(n),
-        torch.rand(n),
-        torch.ones(n, dtype=torch.bool),
+        torch.zeros(token_count),
+        -torch.rand(token_count),
+        torch.rand(token_count),
+        torch.ones(token_count, dtype=torch.bool),
     )
     with clock.part("metrics"):
-        token_sums(out, tokens, batch, policy=losses.ppo, wm=losses.cmae)
+        token_sums(result, tokens, batch, policy=losses.ppo, wm=losses.cmae)
 
 
 def made(batches: Iterable[Batch], clock: Clock) -> Iterator[Batch]:
@@ -208,7 +210,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for repeat in range(options.repeats):
         for shared in (0, 400):
             clock = Clock()
@@ -216,16 +218,16 @@ def main() -> None:
             packing = Packing(budget=BUDGET, quadratic=1e-5, share_prefixes="auto")
             counts = update(groups, packing, clock)
             cpu_s = sum(clock.seconds.values())
-            row: dict[str, Any] = {"repeat": repeat, "shared": shared, **counts}
-            row |= {
+            record: dict[str, Any] = {"repeat": repeat, "shared": shared, **counts}
+            record |= {
                 "cpu_s": round(cpu_s, 3),
                 "us_a_token": round(1e6 * cpu_s / counts["tokens"], 3),
             }
-            row |= {part: round(seconds, 3) for part, seconds in clock.seconds.items()}
-            row |= {"device": cpu_name(), "torch": torch.__version__, "commit": code_commit()}
-            print(row, flush=True)
-            rows.append(row)
-    write(RESULTS / "host_part_cpu.csv", rows)
+            record |= {part: round(seconds, 3) for part, seconds in clock.seconds.items()}
+            record |= {"device": cpu_name(), "torch": torch.__version__, "commit": code_commit()}
+            print(record, flush=True)
+            records.append(record)
+    write(RESULTS / "host_part_cpu.csv", records)
 
 
 if __name__ == "__main__":

@@ -46,18 +46,26 @@ def make_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def make_groups(play: Play, rng: random.Random) -> list[Group]:
+def make_groups(sizes: Play, rng: random.Random) -> list[Group]:
     """Groups of random tokens, of the sizes in `play`."""
 
     def ids(count: float) -> list[int]:
         return [rng.randrange(30_000) for _ in range(round(count))]
 
     def turn(step: int) -> Turn:
-        response = ids(play.response)
+        response = ids(sizes.response)
         outcome = Outcome(" ".join(map(str, ids(20))), 0.0, False, False, "")
         logp = [-0.5] * len(response)
         return Turn(
-            ids(play.prompt), response, logp, logp, "", "", outcome, f"anchor {step % 7}", version=0
+            prompt_ids=ids(sizes.prompt),
+            response_ids=response,
+            sampled_logp=logp,
+            entropy=logp,
+            prompt="",
+            response="",
+            outcome=outcome,
+            anchor=f"anchor {step % 7}",
+            version=0,
         )
 
     groups = []
@@ -65,7 +73,7 @@ def make_groups(play: Play, rng: random.Random) -> list[Group]:
         task = Task(f"task {number}", "kind")
         trajectories = []
         for member in range(CONFIG.rollout.group_size):
-            turns = [turn(step) for step in range(round(play.turns))]
+            turns = [turn(step) for step in range(round(sizes.turns))]
             trajectories.append(Trajectory(task, member, turns))
         groups.append(Group(task, trajectories, number))
     return groups
@@ -84,24 +92,24 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     torch.set_num_threads(1)
     rng = random.Random(0)
-    play = Play.of(CONFIG)
-    texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
-    text = "".join(texts)
-    tokenizer = make_tokenizer(texts)
-    groups = make_groups(play, rng)
+    sizes = Play.of(CONFIG)
+    pages = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
+    corpus = "".join(pages)
+    tokenizer = make_tokenizer(pages)
+    groups = make_groups(sizes, rng)
     prompt_count = 0
     for group in groups:
         prompt_count += sum(len(trajectory.turns) for trajectory in group.trajectories)
-    starts = [rng.randrange(len(text) - 4000) for _ in range(prompt_count)]
-    characters_per_token = len(text) / len(tokenizer.encode(text))
-    size = round(play.prompt * characters_per_token)
-    prompts = [text[start : start + size] for start in starts]
+    starts = [rng.randrange(len(corpus) - 4000) for _ in range(prompt_count)]
+    characters_per_token = len(corpus) / len(tokenizer.encode(corpus))
+    prompt_characters = round(sizes.prompt * characters_per_token)
+    prompts = [corpus[prompt_start : prompt_start + prompt_characters] for prompt_start in starts]
 
-    rows = []
+    records = []
     for repeat in range(repeats):
         encode_s, _ = timed(lambda: sum(len(tokenizer.encode(prompt)) for prompt in prompts))
         pack_s, packed = timed(lambda: pack(groups))
-        row = {
+        record = {
             "date": datetime.now(UTC).date(),
             "cpu": cpu_name(),
             "torch": torch.__version__,
@@ -110,19 +118,19 @@ def main() -> None:
             "encode_us": round(1e6 * encode_s, 4),
             "pack_us": round(1e6 * pack_s, 4),
         }
-        print(row, flush=True)
-        rows.append(row)
-    write(RESULTS / "host_cpu.csv", rows)
-    encode_us = median(row["encode_us"] for row in rows)
-    pack_us = median(row["pack_us"] for row in rows)
+        print(record, flush=True)
+        records.append(record)
+    write(RESULTS / "host_cpu.csv", records)
+    encode_us = median(record["encode_us"] for record in records)
+    pack_us = median(record["pack_us"] for record in records)
     print(f"{encode_us + pack_us:.2f} us a token")
 
 
 def timed(work: Callable[[], int]) -> tuple[float, int]:
     """Processor seconds a token of `work`, and its number of tokens, which it returns."""
-    start = time.process_time()
+    started = time.process_time()
     tokens = work()
-    return (time.process_time() - start) / tokens, tokens
+    return (time.process_time() - started) / tokens, tokens
 
 
 def pack(groups: list[Group]) -> int:

@@ -101,14 +101,14 @@ class Watch:
         return self._token_batch(batch, samples, **options)
 
     def joint_loss(self, model: Any, batch: Any, tokens: Any, *rest: Any, **options: Any) -> Any:
-        out = self._joint_loss(model, batch, tokens, *rest, **options)
+        result = self._joint_loss(model, batch, tokens, *rest, **options)
         self._counts["tokens"] += len(batch.input_ids)
-        for position, i in enumerate(batch.indices):
+        for position, sample_index in enumerate(batch.indices):
             is_observation = tokens.observation & (tokens.sample == position)
             if is_observation.any():
-                masked = bool((out.logp[is_observation].exp() > self.rho).all())
-                self._count(self._minibatch[i], masked)
-        return out
+                masked = bool((result.logp[is_observation].exp() > self.rho).all())
+                self._count(self._minibatch[sample_index], masked)
+        return result
 
     def _count(self, sample: Sample, masked: bool) -> None:
         """Counts a selected sample whose observation is masked in every token, or is not."""
@@ -133,15 +133,15 @@ def show_ends(table: list[dict[str, Any]]) -> None:
     show(table[-quarter:])
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def show(records: list[dict[str, Any]]) -> None:
     """Prints the shares over some updates."""
-    total = {key: sum(row[key] for row in rows) for key in COUNTS}
+    totals = {count_name: sum(record[count_name] for record in records) for count_name in COUNTS}
     shares = {}
-    for key in ("masked", "ruled", "wrong"):
-        shares[key] = f"{total[key] / total['selected']:.1%}"
-    skipped = total["skipped"] / total["tokens"]
+    for count_name in ("masked", "ruled", "wrong"):
+        shares[count_name] = f"{totals[count_name] / totals['selected']:.1%}"
+    skipped = totals["skipped"] / totals["tokens"]
     print(
-        f"updates {rows[0]['update']} to {rows[-1]['update']}: {total['selected']:,} selected,"
+        f"updates {records[0]['update']} to {records[-1]['update']}: {totals['selected']:,} selected,"
         f" {shares}, tokens of the update {skipped:.1%}"
     )
 

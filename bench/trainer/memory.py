@@ -31,23 +31,25 @@ from paw.tools.plan.shapes import SHAPES, Shape
 PAGE = ROOT / "docs" / "memory.md"
 
 
-def predicted(config: Config, shape: Shape, world: int) -> dict[str, float]:
+def predicted(config: Config, shape: Shape, gpu_count: int) -> dict[str, float]:
     """The plan's GiB by phase, of what a simulation has: no reference, engine or CUDA context."""
-    plan = Plan(config, shape, gpus=world, gpu_gib=80.0)
+    plan = Plan(config, shape, gpus=gpu_count, gpu_gib=80.0)
     simulated = ("weights", "gradients", "optimizer", "activations", "head", "step")
-    gib = {}
+    gib_by_phase = {}
     for phase in ("update", "step"):
-        gib[phase] = sum(plan.phases[phase].get(part, 0.0) for part in simulated)
-    return gib
+        gib_by_phase[phase] = sum(plan.phases[phase].get(plan_part, 0.0) for plan_part in simulated)
+    return gib_by_phase
 
 
-def make_config(model: str, world: int, optimizer: str, checkpointing: str, tokens: int) -> Config:
+def make_config(
+    model: str, gpu_count: int, optimizer: str, checkpointing: str, tokens: int
+) -> Config:
     """A cell's configuration; flash-adamw alone on a card keeps its state in host memory."""
-    optim = {"name": optimizer, "micro_batch_tokens": tokens}
+    optimizer_keys = {"name": optimizer, "micro_batch_tokens": tokens}
     if optimizer == "flash-adamw":
-        optim["offload"] = world == 1
-    shape = {"path": model, "dtype": "bfloat16", "checkpointing": checkpointing}
-    return validate({"model": shape, "optim": optim}, origin="memory")
+        optimizer_keys["offload"] = gpu_count == 1
+    model_keys = {"path": model, "dtype": "bfloat16", "checkpointing": checkpointing}
+    return validate({"model": model_keys, "optim": optimizer_keys}, origin="memory")
 
 
 CASES = [
@@ -67,29 +69,29 @@ CASES = [
 """(model, GPUs, optimizer, checkpointing, tokens of a micro-batch)."""
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(records: list[dict[str, Any]]) -> str:
     """The Markdown table of docs/memory.md."""
-    lines = [
+    table_lines = [
         "| model | GPUs | optimizer | checkpointing | tokens | plan, GiB | simulated | plan / simulated | on a GPU |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        optimizer = row["optimizer"]
-        if row["offload"] == "True":
+    for record in records:
+        optimizer = record["optimizer"]
+        if record["offload"] == "True":
             optimizer += ", offloaded"
         cells = [
-            row["model"],
-            row["gpus"],
+            record["model"],
+            record["gpus"],
             optimizer,
-            row["checkpointing"],
-            f"{int(row['tokens']):,}",
-            row["plan_gib"],
-            row["simulated_gib"],
-            row["ratio"],
-            row["measured_gib"] or "open",
+            record["checkpointing"],
+            f"{int(record['tokens']):,}",
+            record["plan_gib"],
+            record["simulated_gib"],
+            record["ratio"],
+            record["measured_gib"] or "open",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        table_lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table_lines)
 
 
 def main() -> None:
@@ -104,25 +106,25 @@ def main() -> None:
     if parser.parse_args().device == "cuda":
         device = torch.cuda.get_device_name()
         card_gib = torch.cuda.get_device_properties(0).total_memory / GIB
-    rows = []
-    for model, world, optimizer, checkpointing, tokens in CASES:
-        config = make_config(model, world, optimizer, checkpointing, tokens)
+    records = []
+    for model, gpu_count, optimizer, checkpointing, tokens in CASES:
+        config = make_config(model, gpu_count, optimizer, checkpointing, tokens)
         shape = SHAPES[model]
-        plan = predicted(config, shape, world)
-        simulation = simulate(config, shape, world)
+        plan = predicted(config, shape, gpu_count)
+        simulation = simulate(config, shape, gpu_count)
         plan_gib = max(plan.values())
         simulated_gib = max(simulation.update, simulation.step)
         measured_gib = ""
-        if world == 1 and plan_gib < USABLE * card_gib:
-            real = measured(config, shape)
-            measured_gib = f"{max(real.update, real.step):.2f}"
-        row = {
+        if gpu_count == 1 and plan_gib < USABLE * card_gib:
+            card_peaks = measured(config, shape)
+            measured_gib = f"{max(card_peaks.update, card_peaks.step):.2f}"
+        record = {
             "date": datetime.now(UTC).date(),
             "device": device,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "model": model,
-            "gpus": world,
+            "gpus": gpu_count,
             "optimizer": optimizer,
             "offload": config.optim.offload,
             "checkpointing": checkpointing,
@@ -136,19 +138,21 @@ def main() -> None:
             "ratio": f"{plan_gib / simulated_gib:.3f}",
             "measured_gib": measured_gib,
         }
-        print(*row.values(), flush=True)
-        rows.append({key: str(value) for key, value in row.items()})
-    write(RESULTS / "memory_plan.csv", rows)
-    renew_page(rows)
+        print(*record.values(), flush=True)
+        records.append({column: str(value) for column, value in record.items()})
+    write(RESULTS / "memory_plan.csv", records)
+    renew_page(records)
 
 
-def renew_page(rows: list[dict[str, Any]]) -> None:
+def renew_page(records: list[dict[str, Any]]) -> None:
     """Puts the table into docs/memory.md."""
-    begin, end = "<!-- python bench/trainer/memory.py -->", "<!-- end -->"
+    begin_mark = "<!-- python bench/trainer/memory.py -->"
+    end_mark = "<!-- end -->"
     page = PAGE.read_text(encoding="utf-8")
-    text_before, _, rest = page.partition(begin)
-    _, _, text_after = rest.partition(end)
-    PAGE.write_text(f"{text_before}{begin}\n\n{table(rows)}\n\n{end}{text_after}", encoding="utf-8")
+    text_before, _, rest_of_page = page.partition(begin_mark)
+    _, _, text_after = rest_of_page.partition(end_mark)
+    marked_table = f"{begin_mark}\n\n{table(records)}\n\n{end_mark}"
+    PAGE.write_text(f"{text_before}{marked_table}{text_after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ class LiveBytes(TorchDispatchMode):
             # 1. With data it is; a fake one has no value, so the product would be counted.
             return args[0]
         outputs = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(outputs):
-            self.track(leaf)
+        for output in tree_leaves(outputs):
+            self.track(output)
         if func is torch.ops.paw_kernels.token_loss.default:
             hidden, weight = args[:2]
             self._count_head(hidden, weight, gradients=outputs[5:8])
@@ -165,9 +165,11 @@ def make_policy(
 ) -> Policy:
     """The policy of a configuration, without data."""
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(hf_config(shape), dtype=weights_dtype(config))
+        language_model = AutoModelForCausalLM.from_config(
+            hf_config(shape), dtype=weights_dtype(config)
+        )
         policy = Policy(
-            lm,
+            language_model,
             dtype=config.model.dtype,
             checkpointing=config.model.checkpointing,
             offload_activations=config.model.offload_activations,
@@ -186,7 +188,7 @@ def make_rows(tokens: int) -> list[Sample]:
     return [
         Sample(
             group=0,
-            trajectory=i,
+            trajectory=number,
             step=0,
             prompt_ids=[0],
             response_ids=response_ids,
@@ -194,12 +196,12 @@ def make_rows(tokens: int) -> list[Sample]:
             old_logp=logp,
             ref_logp=logp,
         )
-        for i in range(tokens // length)
+        for number in range(tokens // length)
     ]
 
 
 def run_updates(
-    policy: Policy, config: Config, live: Any, *, place: Callable[[Tensor], Tensor]
+    policy: Policy, config: Config, live_bytes: Any, *, place: Callable[[Tensor], Tensor]
 ) -> Peaks:
     """Two optimizer steps of two micro-batches each, as `train.optimize` makes them; peaks of the
     second.
@@ -209,7 +211,7 @@ def run_updates(
     batch, tokens = make_batch(config)
     batch = _with_tensors(batch, place)
     tokens = _with_tensors(tokens, place)
-    loss = losses.joint(
+    loss_function = losses.joint(
         losses.ppo,
         losses.ce,
         kl_coef=config.policy.kl_coef,
@@ -220,25 +222,25 @@ def run_updates(
     update_peak = 0
     step_peak = 0
     for _ in range(2):
-        live.reset_peak()
+        live_bytes.reset_peak()
         for _ in range(2):
-            out = losses.joint_loss(policy, batch, tokens, loss, temperature=1.0)
-            out.loss.backward()
-            del out
-        update_peak = live.peak
+            result = losses.joint_loss(policy, batch, tokens, loss_function, temperature=1.0)
+            result.loss.backward()
+            del result
+        update_peak = live_bytes.peak
 
-        live.reset_peak()
+        live_bytes.reset_peak()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), config.optim.grad_clip)
         optimizer.step()
-        step_peak = live.peak
+        step_peak = live_bytes.peak
         optimizer.zero_grad(set_to_none=True)
-    return Peaks(update=update_peak / GIB, step=step_peak / GIB, after=live.live / GIB)
+    return Peaks(update=update_peak / GIB, step=step_peak / GIB, after=live_bytes.live / GIB)
 
 
 def make_batch(config: Config) -> tuple[Any, Any]:
     """A full micro-batch of the configuration and the columns of its tokens, with data."""
     rows = make_rows(config.optim.micro_batch_tokens)
-    each_alone = [[i] for i in range(len(rows))]
+    each_alone = [[number] for number in range(len(rows))]
     with unset_fake_temporarily():
         batch = collate(rows, each_alone, with_observation=False, device=torch.device("cpu"))
         tokens = losses.token_batch(
@@ -263,15 +265,15 @@ def simulate(config: Config, shape: Shape, world: int = 1, *, attention: str = "
     """Peaks of rank 0 of `world` fake ranks."""
     ranks = FakeRanks(world) if world > 1 else Ranks()
     policy = make_policy(config, shape, attention=attention)
-    live = LiveBytes()
+    live_bytes = LiveBytes()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, _without_values():
         policy = policy.to_empty(device="cpu")
         policy.lm.tie_weights()  # which to_empty forgets
         ranks.shard(policy, policy.dtype, layers=decoder_layers(policy))
-        with live:
+        with live_bytes:
             for parameter in policy.parameters():
-                live.track(parameter)
-            peaks = run_updates(policy, config, live, place=fake.from_tensor)
+                live_bytes.track(parameter)
+            peaks = run_updates(policy, config, live_bytes, place=fake.from_tensor)
     ranks.close()
     return peaks
 
@@ -373,7 +375,7 @@ def real_peak(config: Config, shape: Shape) -> float:
     policy = make_policy(config, shape, attention="sdpa")
     policy = policy.to_empty(device="cpu")
     _fill(policy)
-    weights = sum(p.untyped_storage().size() for p in policy.parameters())
+    weights = sum(parameter.untyped_storage().size() for parameter in policy.parameters())
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:
@@ -383,11 +385,11 @@ def real_peak(config: Config, shape: Shape) -> float:
     events.sort(key=lambda event: event.start_ns())
 
     allocated = 0
-    peak = 0
+    peak_bytes = 0
     for event in events:
         allocated += event.nbytes()
-        peak = max(peak, allocated)
-    return (weights + peak) / GIB
+        peak_bytes = max(peak_bytes, allocated)
+    return (weights + peak_bytes) / GIB
 
 
 def measured(config: Config, shape: Shape) -> Peaks:

@@ -54,8 +54,8 @@ class Run:
     def predicted(self) -> float:
         """Tokens a second by the plan: passes, optimizer step, and weights to files."""
         sequences = 2 * self.gpus
-        batch = 2 if self.source == TITAN else 1  # sequences of a micro-batch
-        tree = {
+        micro_batch = 2 if self.source == TITAN else 1  # sequences of a micro-batch
+        settings = {
             "model": {
                 "path": self.model,
                 "checkpointing": self.checkpointing,
@@ -65,11 +65,14 @@ class Run:
             "engine": {"type": "server", "urls": "http://localhost:1", "transfer": "files"},
             "policy": {"kl_coef": 0.0},
             "wm": {"enabled": False},
-            "optim": {"minibatch_samples": sequences, "micro_batch_tokens": batch * self.length},
+            "optim": {
+                "minibatch_samples": sequences,
+                "micro_batch_tokens": micro_batch * self.length,
+            },
         }
         play = Play(sequences, 1, 1, prompt=0, response=self.length, observation=0)
         plan = Plan(
-            validate(tree, origin=self.model),
+            validate(settings, origin=self.model),
             SHAPES[self.model],
             gpus=self.gpus,
             gpu_gib=80.0,
@@ -105,7 +108,7 @@ RUNS = [
 
 def table() -> str:
     """The Markdown table of docs/memory.md."""
-    lines = [
+    table_lines = [
         "| run | model | H100s | sequence | what | published, tokens/s | predicted | predicted / published |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -125,28 +128,28 @@ def table() -> str:
             f"{run.predicted:,.0f}",
             f"{run.predicted / run.published:.2f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        table_lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table_lines)
 
 
 def traffic_table() -> str:
     """The Markdown table of docs/memory.md about traffic between matrix products."""
     flops, memory_rate, _ = CARDS[80]
-    lines = [
+    table_lines = [
         "| model | eager layers, MB a token (counted) | fused, at least (estimated) | "
         "eager update on an H100 (predicted) |",
         "|---|---|---|---|",
     ]
     for model in ("Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"):
         shape = SHAPES[model]
-        ways = (counted_traffic(shape), fused_traffic(shape))
-        eager, fused = (shape.layers * (way.forward + way.backward) for way in ways)
+        traffics = (counted_traffic(shape), fused_traffic(shape))
+        eager, fused = (shape.layers * (traffic.forward + traffic.backward) for traffic in traffics)
         fused_s = 6 * shape.layers * shape.active_layer / (flops * MFU)
         eager_s = fused_s + (eager - fused) / (STREAMED * memory_rate)
-        lines.append(
+        table_lines.append(
             f"| {model} | {eager / 1e6:.1f} | {fused / 1e6:.1f} | {eager_s / fused_s:.2f} x fused |"
         )
-    return "\n".join(lines)
+    return "\n".join(table_lines)
 
 
 def conclusion_of(command: str) -> str:

@@ -73,91 +73,91 @@ WORDS = 60
 """Of a message in a conversation."""
 
 
-def random_text(words: list[str], count: int, draw: random.Random) -> str:
-    start = draw.randrange(len(words) - count)
-    return " ".join(words[start : start + count])
+def random_text(words: list[str], count: int, rng: random.Random) -> str:
+    first_word = rng.randrange(len(words) - count)
+    return " ".join(words[first_word : first_word + count])
 
 
 def sample(
-    prompt_ids: list[int], response_ids: list[int], *, trajectory: int, draw: random.Random
+    prompt_ids: list[int], response_ids: list[int], *, trajectory: int, rng: random.Random
 ) -> Sample:
     """A turn of the group with an advantage, and log-probs a little off."""
-    n = len(response_ids)
+    response_length = len(response_ids)
     return Sample(
         group=0,
         trajectory=trajectory,
         step=0,
         prompt_ids=prompt_ids,
         response_ids=response_ids,
-        sampled_logp=[-10.0] * n,
-        old_logp=[-10.0] * n,
-        advantage=draw.choice([-1.0, 1.0]),
+        sampled_logp=[-10.0] * response_length,
+        old_logp=[-10.0] * response_length,
+        advantage=rng.choice([-1.0, 1.0]),
     )
 
 
-def alfworld_rows(chat: Any, draw: random.Random, *, turns: Collection[int]) -> list[Sample]:
+def alfworld_rows(chat: Any, rng: random.Random, *, turns: Collection[int]) -> list[Sample]:
     """A group plays one of the embedded games: half the actions are the oracle's, half are random."""
     overrides = {"model.path": "-", "env.data": "none"}
     factory = make_factory(load("alfworld-grpo-paw", overrides))
     (task,) = train_tasks(factory, 0, 1, 0)
     words = docs_words()
-    rows: list[Sample] = []
+    samples: list[Sample] = []
     for member in range(MEMBERS):
         environment = factory.make()
         environment.reset(task)
         for turn in range(1 + max(turns)):
             prompt_ids = chat.prompt_ids(environment.context())
             action = environment.oracle().partition("<action>")[2].partition("</action>")[0]
-            if draw.random() < 0.5:
-                action = draw.choice(environment.admissible_actions())
-            response = f"<think>{random_text(words, 40, draw)}</think><action>{action}</action>"
+            if rng.random() < 0.5:
+                action = rng.choice(environment.admissible_actions())
+            response = f"<think>{random_text(words, 40, rng)}</think><action>{action}</action>"
             if turn in turns:
                 response_ids = chat.response_ids(response)
-                rows.append(sample(prompt_ids, response_ids, trajectory=member, draw=draw))
+                samples.append(sample(prompt_ids, response_ids, trajectory=member, rng=rng))
             if environment.step(response).done:
                 break
-    return rows
+    return samples
 
 
-def search_rows(chat: Any, same: float, draw: random.Random) -> list[Sample]:
+def search_rows(chat: Any, same_share: float, rng: random.Random) -> list[Sample]:
     """A group asks a search engine about one question; results are those of the queries so far."""
     words = docs_words()
     prompts = PaperStyle()
-    question = f"{random_text(words, 12, draw)}?"
+    question = f"{random_text(words, 12, rng)}?"
     common_queries: dict[tuple[str, ...], str] = {}
     observations: dict[tuple[str, ...], str] = {}
-    rows: list[Sample] = []
+    samples: list[Sample] = []
     for member in range(MEMBERS):
-        past: list[tuple[Action, str]] = []
+        past_turns: list[tuple[Action, str]] = []
         queries: tuple[str, ...] = ()
-        for _ in range(draw.choice([2, 3, 4])):
-            query = random_text(words, 6, draw)
-            if member < same * MEMBERS:
+        for _ in range(rng.choice([2, 3, 4])):
+            query = random_text(words, 6, rng)
+            if member < same_share * MEMBERS:
                 query = common_queries.setdefault(queries, query)
             queries += (query,)
-            results = [random_text(words, 100, draw) for _ in range(3)]
+            results = [random_text(words, 100, rng) for _ in range(3)]
             observation = observations.setdefault(queries, prompts.observation(results))
-            thought = random_text(words, 40, draw)
+            thought = random_text(words, 40, rng)
             response_ids = chat.response_ids(f"<think>{thought}</think><search>{query}</search>")
-            prompt_ids = chat.prompt_ids(prompts.prompt(question, past))
-            rows.append(sample(prompt_ids, response_ids, trajectory=member, draw=draw))
-            past.append((Action("search", query), observation))
-    return rows
+            prompt_ids = chat.prompt_ids(prompts.prompt(question, past_turns))
+            samples.append(sample(prompt_ids, response_ids, trajectory=member, rng=rng))
+            past_turns.append((Action("search", query), observation))
+    return samples
 
 
-def conversation_rows(chat: Any, draw: random.Random, *, part: int) -> list[Sample]:
+def conversation_rows(chat: Any, rng: random.Random, *, divisor: int) -> list[Sample]:
     """A group has conversations after the same system prompt, and the same request of a customer."""
     words = docs_words()
-    vocabulary = [i for word in words[:2000] for i in chat.response_ids(word)]
-    system_ids = [draw.choice(vocabulary) for _ in range(SYSTEM_TOKENS // part)]
-    request_ids = chat.response_ids(random_text(words, WORDS // part, draw))
-    rows: list[Sample] = []
+    vocabulary = [token_id for word in words[:2000] for token_id in chat.response_ids(word)]
+    system_ids = [rng.choice(vocabulary) for _ in range(SYSTEM_TOKENS // divisor)]
+    request_ids = chat.response_ids(random_text(words, WORDS // divisor, rng))
+    samples: list[Sample] = []
     for member in range(MEMBERS):
-        ids: list[int] = []
+        response_ids: list[int] = []
         for _ in range(TURNS):
-            ids += chat.response_ids(random_text(words, WORDS // part, draw))
-        rows.append(sample(system_ids + request_ids, ids, trajectory=member, draw=draw))
-    return rows
+            response_ids += chat.response_ids(random_text(words, WORDS // divisor, rng))
+        samples.append(sample(system_ids + request_ids, response_ids, trajectory=member, rng=rng))
+    return samples
 
 
 @cache
@@ -174,18 +174,18 @@ def run(policy: Policy, samples: list[Sample], *, shared: bool) -> dict[str, flo
     objective = losses.joint(losses.ppo, losses.cmae, kl_coef=0.0, entropy_coef=0.001)
 
     cpu_start = time.process_time()
-    start = time.perf_counter()
+    started = time.perf_counter()
     scored = losses.log_probs(policy, samples, packing, temperature=1.0)
-    for i, (logp, _) in scored.items():
-        samples[i].old_logp = [value - 0.01 for value in logp]
+    for index, (logp, _) in scored.items():
+        samples[index].old_logp = [token_logp - 0.01 for token_logp in logp]
     batches = micro_batches(samples, packing, with_observation=True, device=policy.device)
     for batch in batches:
         tokens = losses.token_batch(batch, samples, update_samples=len(samples))
         losses.joint_loss(policy, batch, tokens, objective, temperature=1.0).loss.backward()
     cpu_s = time.process_time() - cpu_start
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - started
 
-    gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+    gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
     return {
         "cpu_s": cpu_s,
         "seconds": seconds,
@@ -200,8 +200,8 @@ def compare(policy: Policy, samples: list[Sample], *, rounds: int) -> dict[str, 
     cpu_ratios: list[float] = []
     fewer_tokens = 0.0
     for number in range(rounds):
-        order = (True, False) if number % 2 == 0 else (False, True)
-        measured = {shared: run(policy, samples, shared=shared) for shared in order}
+        pair_order = (True, False) if number % 2 == 0 else (False, True)
+        measured = {shared: run(policy, samples, shared=shared) for shared in pair_order}
         apart, together = measured[False], measured[True]
         assert abs(together["grad_norm"] / apart["grad_norm"] - 1) < 1e-3, measured
         ratios.append(apart["seconds"] / together["seconds"])
@@ -234,30 +234,30 @@ def main() -> None:
     settings = hf_config(SHAPES["SmolLM2-135M"])
     settings.num_hidden_layers = options.layers
     policy = Policy(AutoModelForCausalLM.from_config(settings))
-    table: list[dict[str, Any]] = []
-    for name, same in SHORT_CASES if options.short else CASES:
-        row: dict[str, Any] = {"rows": name, "same": same, "members": MEMBERS}
-        samples = make_rows(name, chat, same=same or 0.0, short=options.short)
-        row |= compare(policy, samples, rounds=options.rounds)
-        row |= {
+    records: list[dict[str, Any]] = []
+    for rows_name, same_share in SHORT_CASES if options.short else CASES:
+        record: dict[str, Any] = {"rows": rows_name, "same": same_share, "members": MEMBERS}
+        samples = make_rows(rows_name, chat, same_share=same_share or 0.0, short=options.short)
+        record |= compare(policy, samples, rounds=options.rounds)
+        record |= {
             "layers": options.layers,
             "device": cpu_name(),
             "threads": options.threads,
             "torch": torch.__version__,
             "commit": code_commit(),
         }
-        print(row, flush=True)
-        table.append(row)
-        write(RESULTS / (SHORT_FILE if options.short else FILE), table)
+        print(record, flush=True)
+        records.append(record)
+        write(RESULTS / (SHORT_FILE if options.short else FILE), records)
 
 
-def make_rows(name: str, chat: Any, *, same: float, short: bool) -> list[Sample]:
-    draw = random.Random(0)
-    if name == "alfworld":
-        return alfworld_rows(chat, draw, turns=(2,) if short else range(TURNS))
-    if name == "search":
-        return search_rows(chat, same, draw)
-    return conversation_rows(chat, draw, part=2 if short else 1)
+def make_rows(rows_name: str, chat: Any, *, same_share: float, short: bool) -> list[Sample]:
+    rng = random.Random(0)
+    if rows_name == "alfworld":
+        return alfworld_rows(chat, rng, turns=(2,) if short else range(TURNS))
+    if rows_name == "search":
+        return search_rows(chat, same_share, rng)
+    return conversation_rows(chat, rng, divisor=2 if short else 1)
 
 
 if __name__ == "__main__":

@@ -25,48 +25,50 @@ WINDOW = 5
 
 def conversations(figure: Figure) -> None:
     """Tokens of an update with each layout of the same episodes, and what PaW adds to them."""
-    rows = {}
-    for row in read(RESULTS / "conversations.csv"):
-        rows[row["environment"], row["style"], row["rows"]] = row
-    for axes, name in zip(figure.subplots(2, 1, sharex=True), ("search", "tau2"), strict=True):
-        of_layouts = [rows[name, *layout] for layout in LAYOUTS]
+    records = {}
+    for record in read(RESULTS / "conversations.csv"):
+        records[record["environment"], record["style"], record["rows"]] = record
+    for panel, environment_name in zip(
+        figure.subplots(2, 1, sharex=True), ("search", "tau2"), strict=True
+    ):
+        of_layouts = [records[environment_name, *layout] for layout in LAYOUTS]
         without = []
         added = []
         labels = []
-        for row in of_layouts:
-            thousands = int(row["scoring"]) / 1000
-            added_percent = float(row["paw"])
+        for record in of_layouts:
+            thousands = int(record["scoring"]) / 1000
+            added_percent = float(record["paw"])
             without.append(thousands)
             added.append(thousands * added_percent / 100)
             labels.append(f" {without[-1] + added[-1]:.0f}k (+{added_percent:.1f} %)")
 
-        names = list(LAYOUTS.values())
-        axes.barh(names, without, 0.62, color=BLUE, label="without the world model")
-        axes.barh(names, added, 0.62, without, color=VERMILLION, label="added by PaW")
+        layout_names = list(LAYOUTS.values())
+        panel.barh(layout_names, without, 0.62, color=BLUE, label="without the world model")
+        panel.barh(layout_names, added, 0.62, without, color=VERMILLION, label="added by PaW")
         for position, label in enumerate(labels):
-            axes.text(without[position] + added[position], position, label, va="center", color=INK)
-        axes.set(title=f"{name}, {of_layouts[0]['episodes']} episodes", xlim=(0, 140))
-        axes.invert_yaxis()
-        axes.grid(visible=False)
-    axes.set_xlabel("Tokens of an update, thousands")
-    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.2, -0.35), handlelength=1)
+            panel.text(without[position] + added[position], position, label, va="center", color=INK)
+        panel.set(title=f"{environment_name}, {of_layouts[0]['episodes']} episodes", xlim=(0, 140))
+        panel.invert_yaxis()
+        panel.grid(visible=False)
+    panel.set_xlabel("Tokens of an update, thousands")
+    panel.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.2, -0.35), handlelength=1)
 
 
 def known(figure: Figure) -> None:
     """Selected observations that are masked as a whole, and those that the rule predicts from the
     update before."""
     axes: Axes = figure.subplots()
-    rows = read(RESULTS / "masked_cpu.csv")
-    updates = [int(row["update"]) for row in rows]
-    for key, label, colour in (
+    records = read(RESULTS / "masked_cpu.csv")
+    updates = [int(record["update"]) for record in records]
+    for column, label, colour in (
         ("masked", "masked as a whole", BLUE),
         ("ruled", "left out by the rule", GREEN),
         ("wrong", "of these wrongly", VERMILLION),
     ):
-        shares = [100 * int(row[key]) / int(row["selected"]) for row in rows]
+        shares = [100 * int(record[column]) / int(record["selected"]) for record in records]
         smooth = []
-        for end in range(1, len(shares) + 1):
-            smooth.append(mean(shares[max(0, end - WINDOW) : end]))
+        for window_end in range(1, len(shares) + 1):
+            smooth.append(mean(shares[max(0, window_end - WINDOW) : window_end]))
         axes.plot(updates, smooth, color=colour, label=label)
     axes.set(
         xlabel=f"Update of the quickstart (mean of {WINDOW})",

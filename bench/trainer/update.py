@@ -50,22 +50,22 @@ class Meter:
         else:
             self.base_gib = torch.cuda.memory_allocated() / 2**30
 
-    def watch(self, owner: Any, name: str, part: str) -> None:
+    def watch(self, owner: Any, function_name: str, part: str) -> None:
         """Replaces owner.name by the same function with a clock, whose time counts as `part`."""
-        inner = getattr(owner, name)
+        original = getattr(owner, function_name)
 
-        @wraps(inner)
+        @wraps(original)
         def timed(*args: Any, **options: Any) -> Any:
-            start = self._now()
+            started = self._now()
             counted_before = sum(self.parts.values())
             try:
-                return inner(*args, **options)
+                return original(*args, **options)
             finally:
-                seconds = self._now() - start
+                seconds = self._now() - started
                 seconds_inside = sum(self.parts.values()) - counted_before
                 self.parts[part] = self.parts.get(part, 0.0) + seconds - seconds_inside
 
-        setattr(owner, name, timed)
+        setattr(owner, function_name, timed)
 
     def measure(self, step: Callable[[], dict[str, float]]) -> dict[str, float]:
         """What `step()` returns, and what it took.
@@ -75,15 +75,15 @@ class Meter:
         """
         self.parts.clear()
         self._reset_peak()
-        start = self._now()
+        started = self._now()
         cpu_start = time.process_time()
-        row = step()
-        row["seconds"] = self._now() - start
-        row["cpu_s"] = time.process_time() - cpu_start
-        row["peak_gib"] = self._peak_gib() - self.base_gib
+        measured = step()
+        measured["seconds"] = self._now() - started
+        measured["cpu_s"] = time.process_time() - cpu_start
+        measured["peak_gib"] = self._peak_gib() - self.base_gib
         for part, seconds in self.parts.items():
-            row[f"{part}_s"] = seconds
-        return row
+            measured[f"{part}_s"] = seconds
+        return measured
 
     def _reset_peak(self) -> None:
         if self.device.type == "cuda":
@@ -103,13 +103,13 @@ class Meter:
         return time.perf_counter()
 
 
-def _process_gib(key: str) -> float:
+def _process_gib(wanted_name: str) -> float:
     """GiB of this process: the line `key` of /proc/self/status, in KiB there."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
-        if name == key:
+        if name == wanted_name:
             return int(value.split()[0]) / 2**20
-    raise KeyError(key)
+    raise KeyError(wanted_name)
 
 
 def make_folder(model: str, folder: Path) -> str:

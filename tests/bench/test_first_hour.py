@@ -190,7 +190,7 @@ def test_every_key_of_the_commands_is_one_of_today(tmp_path):
         load("alfworld-grpo-paw", parts_module.PLAIN | keys)
     server = importlib.import_module("bench.gpu.server")
     for gpus, small in ((0, True), (1, False), (2, False)):
-        keys = server.settings("model", ["http://127.0.0.1:1"], tmp_path, gpus=gpus, small=small)
+        keys = server.settings("model", ["http://127.0.0.1:1"], tmp_path, gpus=gpus, is_small=small)
         keys |= {"rollout.ahead": 1, "run.name": "ahead-1"}
         config = load("alfworld-grpo-paw", {key: str(value) for key, value in keys.items()})
         assert config.rollout.ahead == 1
