@@ -23,7 +23,7 @@ Records = list[dict[str, str]]
 
 
 def cases(records: Records) -> dict[str, Records]:
-    """Records by model, number of environments and milliseconds of their step."""
+    """Records by model, number of environments and milliseconds of an environment step."""
 
     def order(record: dict[str, str]) -> tuple[str, int, float, int]:
         return record["model"], int(record["envs"]), float(record["env_ms"]), int(record["repeat"])

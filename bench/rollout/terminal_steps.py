@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def commands_per_second(shell: Shell, command: str, count: int, *, keep_sandbox: bool) -> float:
-    """Runs of a command per second, one after another."""
+    """How many times per second a command runs, one run after another."""
     shell.run(command, 10)
     started = time.perf_counter()
     for _ in range(count):
@@ -66,7 +66,7 @@ def commands_per_second(shell: Shell, command: str, count: int, *, keep_sandbox:
 
 
 def turns_per_second(count: int) -> float:
-    """Turns of generated tasks per second, played one after another."""
+    """How many turns of generated tasks are played per second, one after another."""
     config = TerminalConfig.model_validate({"style": "compact", "max_turns": 6})
     turns = demonstrations(TerminalFactory(config), config, seed=0, random_actions=0.3)
     next(turns)

@@ -127,7 +127,7 @@ def first_to_last(runs: Sequence[Run], key: str, window: int, factor: int) -> st
 def read(folders: list[Path]) -> dict[str, list[Run]]:
     """Runs by group: an experiment's runs by variant; any other run is a group of its own.
 
-    Raises UserError if an experiment has no finished run.
+    Raises UserError if a folder is not a run, or an experiment without a finished one.
     """
     groups: dict[str, list[Run]] = {}
     for folder in folders:

@@ -1,22 +1,22 @@
-"""One optimizer step of GRPO: this trainer against TRL's GRPOTrainer, same model, tokens, advantages and micro-batches.
+"""One optimizer step of GRPO: this trainer and TRL's GRPOTrainer on the same model, tokens, advantages, micro-batches.
 
     pip install --no-deps --target trl trl==1.16.0       # beside this package's own transformers and accelerate
     PYTHONPATH=trl python bench/trainer/against_trl.py        # --dtype bfloat16, --style conversations, --rounds 3
 
-Each side is a process of its own; they take turns, so that what else the machine does meets both.
-Every call adds its rounds to bench/results/trainer_vs_trl_cpu.csv (--fresh first drops those of the
-same model, dtype and style), a step at a time, and draws docs/trainer_vs_trl.png. A process's first
-step is not measured. On a GPU the same command writes trainer_vs_trl_gpu.csv; that has not been run
-yet. Exits with 1 if the sides' losses or norms of the gradient differ.
+Each side runs in its own process. The sides take turns, so that other load on the machine affects both.
+Every call adds its rounds to bench/results/trainer_vs_trl_cpu.csv, one step at a time, and draws
+docs/trainer_vs_trl.png. --fresh first drops the rounds of the same model, dtype and style. A process's
+first step is not measured. On a GPU the same command writes trainer_vs_trl_gpu.csv; it has not been run
+there yet. Exits with 1 if the losses or gradient norms of the sides differ.
 
-TRL is as its GRPOTrainer runs it: its collation, `training_step`, clipping and AdamW, without
-gradient checkpointing, with its fused head, without a log-prob pass of its own (old log-probs are
-those of the step, as they are while it samples by transformers). It has no packing. Kinder than
-TRL: it pads to the longest of the update, here each micro-batch has its own longest. On a CPU its
-head runs over prompts and padding as well. "TRL, completions only" has it leave them out, as it
-does on a GPU: its code with that one switch turned, which no setting does. "compiled":
-`model.compile` here, `torch_compile` there. "TRL, compiled", which compiles for minutes, runs only
-when it is named.
+TRL runs as in its GRPOTrainer: with its collation, `training_step`, clipping and AdamW, and with its
+fused head; without gradient checkpointing and without a log-prob pass of its own (the old log-probs are
+those of the step, as when it samples with transformers). TRL has no packing. One thing favours TRL
+here: each micro-batch is padded to its own longest sequence, whereas TRL pads to the longest of the
+update. On a CPU, TRL's head also runs over prompts and padding. "TRL, completions only" leaves them
+out, as TRL does on a GPU, by changing the one switch in its code that no setting reaches. "compiled"
+means `model.compile` here and `torch_compile` in TRL. "TRL, compiled" takes minutes to compile and only
+runs if it is named.
 """
 
 import argparse
@@ -61,27 +61,28 @@ SIDES = (
     "TRL, compiled",
     "TRL, Liger",
 )
-"""The first is the base of every ratio. The last two run on a GPU, or if they are named."""
+"""The first is the base of every ratio. The last two run on a GPU, or if named."""
 MEASURES = ("seconds", "cpu_s", "peak_gib", "body_s", "head_s", "optimizer_s")
 COMPARED = MEASURES[:3]
-"""Measures of which ratios between sides are made, too."""
+"""Measures for which ratios between sides are also computed."""
 LABELS = {
     "TRL, completions only": "TRL, head on\ncompletions only",
     "TRL": "TRL, head on\nprompts too (CPU)",
 }
-"""Names in the figure of sides whose own name does not explain them."""
+"""Names in the figure for sides whose own names do not explain them."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
-"""The relative difference allowed between losses, and between norms of gradients.
+"""The relative difference allowed between losses and between gradient norms.
 
-In bf16 TRL keeps the residual stream in float32, this trainer does not.
+In bf16, TRL keeps the residual stream in float32; this trainer does not.
 """
 
 
 def make_samples(style: str, *, vocabulary: int = 49_000) -> list[Sample]:
-    """Samples of random tokens, SEQUENCES episodes.
+    """SEQUENCES episodes of random tokens, as samples.
 
-    turns: one turn an episode, a prompt, a response and an observation of ALFWorld's sizes
-    (`paw.tools.plan.plan`). conversations: four turns with about as many tokens, to which PaW adds none.
+    turns: one turn per episode, with a prompt, a response and an observation of ALFWorld's sizes
+    (`paw.tools.plan.plan`). conversations: four turns with about as many tokens in all, to which PaW
+    adds none.
     """
     rng = random.Random(0)
 
@@ -120,7 +121,7 @@ def episodes(samples: list[Sample]) -> list[list[Sample]]:
 
 
 def row_lengths(samples: list[Sample]) -> list[int]:
-    """Tokens of each episode up to its last response: without padding and without what PaW adds."""
+    """Tokens of each episode up to its last response, without padding and without those PaW adds."""
     last_samples = [episode[-1] for episode in episodes(samples)]
     return [len(sample.prompt_ids) + len(sample.response_ids) for sample in last_samples]
 
@@ -146,7 +147,7 @@ def trl(
     folder: str, dtype: str, samples: list[Sample], *, liger: bool, compiled: bool
 ) -> Iterator[Any]:
     """TRL's step as a function of the side's name, and its meter."""
-    sys.modules["vllm"] = None  # type: ignore[assignment]  # not used here, and a minute to import
+    sys.modules["vllm"] = None  # type: ignore[assignment]  # it is not used here and takes a minute to import
     import trl.trainer.utils as internals
 
     on_cpu = not torch.cuda.is_available()
@@ -158,7 +159,7 @@ def trl(
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False)
-    if not compiled:  # a clock inside a graph would cut it
+    if not compiled:  # a clock inside a graph would break it
         for function_name in ("forward", "backward"):
             meter.watch(internals._ChunkedLogProbFunction, function_name, "head")
         meter.watch(model.base_model, "forward", "body")
@@ -187,7 +188,7 @@ def trl(
 
 
 def make_grpo_trainer(folder: str, dtype: str, *, cpu: bool, liger: bool, compiled: bool) -> Any:
-    """TRL's trainer, to which batches are given as they are, instead of sampling them."""
+    """TRL's trainer, which gets its batches as they are instead of sampling them."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -230,10 +231,10 @@ def trl_batch(
     response_tokens: int,
     padded: Callable[[list[list[int]], str], torch.Tensor],
 ) -> dict[str, Any]:
-    """Episodes as `_generate_and_score_completions` leaves them: tools' text is masked out of the
-    loss.
+    """Episodes in the form that `_generate_and_score_completions` gives them.
 
-    `total`: response tokens of the update. `padded(rows, side)` makes a tensor of rows.
+    Text of tools is masked out of the loss. `response_tokens` are those of the whole update.
+    `padded(rows, side)` makes a padded tensor of rows.
     """
     prompts = [episode[0].prompt_ids.tolist() for episode in micro_batch]
     completions = []
@@ -254,7 +255,7 @@ def trl_batch(
 
 
 def response_mask(episode: list[Sample]) -> list[int]:
-    """From the first response on: 1 for each response token, 0 for the tokens between responses."""
+    """1 for each response token and 0 for the tokens in between, starting at the first response."""
     mask: list[int] = []
     prompt_length = len(episode[0].prompt_ids)
     for sample in episode:
@@ -265,9 +266,10 @@ def response_mask(episode: list[Sample]) -> list[int]:
 
 
 def work(connection: Any, worker: str, folder: str, dtype: str, style: str, threads: int) -> None:
-    """The process of a worker: measures a step of each side that `pipe` names, and sends the row.
+    """The process of a worker. Measures a step of each side that `connection` names, and sends the
+    result.
 
-    First sends {}, or with Liger the "error" that keeps it from running.
+    First sends {}, or the "error" that keeps Liger from running.
     """
     torch.set_num_threads(threads)
     samples = make_samples(style)
@@ -279,7 +281,7 @@ def work(connection: Any, worker: str, folder: str, dtype: str, style: str, thre
         else:
             opened = ours(folder, dtype, samples, threads=threads, compiled=compiled)
         with opened as (step, meter):
-            step(worker)  # the first step is slower
+            step(worker)  # the first step is slower than the others
             connection.send({})
             with suppress(EOFError):
                 while True:
@@ -305,16 +307,16 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--model", default=MODEL, help="a shape that paw.tools.plan.shapes knows")
+    parser.add_argument("--model", default=MODEL, help="a shape known to paw.tools.plan.shapes")
     parser.add_argument(
-        "--fresh", action="store_true", help="drop the rows of this dtype and style that are there"
+        "--fresh", action="store_true", help="first drop the rows of this model, dtype and style"
     )
     options = parser.parse_args()
     if any("TRL" in side for side in options.sides) and not find_spec("trl"):
         print("trl is not installed: pip install --no-deps --target trl trl==1.16.0, then PYTHONPATH=trl, "
               "or leave TRL out: --sides GRPO 'GRPO + PaW'", file=sys.stderr)  # fmt: skip
         return 2
-    os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes: nothing is looked up
+    os.environ["HF_HUB_OFFLINE"] = "1"  # inherited by the processes, so that they look nothing up
     on_gpu = torch.cuda.is_available()
     table_path = RESULTS / f"trainer_vs_trl_{'gpu' if on_gpu else 'cpu'}.csv"
     case = {"model": options.model, "dtype": options.dtype, "style": options.style}
@@ -335,7 +337,7 @@ def measure(
     case: dict[str, str],
     records: list[dict[str, Any]],
 ) -> None:
-    """Adds rounds of the case to `rows`, and writes the file after each step."""
+    """Adds rounds of the case to `records`, and writes the file after each step."""
     folder = update.make_folder(options.model, ROOT / "runs" / "bench" / options.model)
     common = conditions(options)
     connections = start_workers(options, folder)
@@ -356,7 +358,7 @@ def measure(
 
 
 def conditions(options: argparse.Namespace) -> dict[str, Any]:
-    """Columns of every row: the device, the versions and the size of the update."""
+    """Columns that are the same in every row: the device, the versions and the size of the update."""
     on_gpu = torch.cuda.is_available()
     columns = {
         "date": str(datetime.now(UTC).date()),
@@ -373,13 +375,13 @@ def conditions(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def worker_of(side: str) -> str:
-    """The process that runs a side: sides that differ in a switch of each step share one."""
+    """The process that runs a side. Sides that differ only in a switch of each step share one."""
     return side.replace(" + PaW", "").replace(", completions only", "")
 
 
 def start_workers(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Starts the processes of the sides; returns the pipe of each that runs here, prints why others
-    do not."""
+    """Starts the processes of the sides. Returns the connection to each one that runs here, and prints
+    why the others do not."""
     context = multiprocessing.get_context("spawn")
     connections: dict[str, Any] = {}
 
@@ -387,12 +389,12 @@ def start_workers(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         for connection in connections.values():
             connection.close()
 
-    atexit.register(close_all)  # so that the workers end, whatever ends this process
+    atexit.register(close_all)  # so that the workers end however this process ends
     for worker in dict.fromkeys(worker_of(side) for side in options.sides):
         connections[worker], far_end = context.Pipe()
         arguments = (far_end, worker, folder, options.dtype, options.style, options.threads)
         context.Process(target=work, args=arguments, daemon=True).start()
-        far_end.close()  # so that the end of the process is an EOFError here
+        far_end.close()  # so that the end of the worker raises EOFError here
 
     for worker, connection in list(connections.items()):
         error = connection.recv().get("error")
@@ -403,9 +405,9 @@ def start_workers(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def medians(records: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By side, the median over rounds of each measure.
+    """Side -> measure -> median over rounds.
 
-    "KEY / OTHER" is the median of a metric in COMPARED over that of the other side in the same
+    For measures in COMPARED, "MEASURE / OTHER" is the median of the ratio to the other side in the same
     round.
     """
     by_round = {}
@@ -433,7 +435,7 @@ def medians(records: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Medians over rounds, in Markdown; in brackets how many times GRPO's of the same round."""
+    """Medians over rounds, in Markdown, with the ratio to GRPO in the same round in brackets."""
     titles = "| | s | processor s | tokens/s | peak, GiB | body, s | head, s | optimizer, s |"
     table_lines = [titles, "|---|---|---|---|---|---|---|---|"]
     for side, of_side in medians(records).items():
@@ -456,7 +458,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def compare(records: list[dict[str, Any]], tolerance: float) -> int:
-    """Prints the table; returns the exit code, 1 if TRL's loss or gradient is not this
+    """Prints the table. Returns the exit code, which is 1 if TRL's loss or gradient differs from this
     trainer's."""
     print(table(records))
     base_record = next((record for record in records if record["side"] == SIDES[0]), records[0])
@@ -471,10 +473,11 @@ def compare(records: list[dict[str, Any]], tolerance: float) -> int:
 
 @styled
 def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """Seconds of a step by part, and peak memory, of each side; readable at the width of a
-    phone."""
+    """Draws the seconds of a step by part, and the peak memory, of each side, readable on a phone."""
     by_side = medians(records)
-    sides = sorted(by_side, key=lambda side: side == "TRL")  # what only a CPU runs comes last
+    sides = sorted(
+        by_side, key=lambda side: side == "TRL"
+    )  # TRL as it only runs on a CPU comes last
     sides.reverse()  # bars are drawn from the bottom
     side_names = [LABELS.get(side, side) for side in sides]
     figure = Figure((4.4, 5.2))

@@ -1,11 +1,11 @@
-"""How long training waits for a checkpoint of two ranks (gloo, random weights, AdamW in float32): three ways in turn.
+"""How long training waits for a checkpoint of two ranks (gloo, random weights, float32 AdamW), in three ways.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 bench/trainer/checkpoints.py
 
-`gathered`: rank 0 gathers and writes everything, as the trainer once did; `shards`: each rank
-writes what it holds; `background`: the same in a thread, from copies. waits_s: seconds in which
-rank 0 cannot train; there_s: seconds until the checkpoint has its name. What training loses to the
-thread is in neither. Writes bench/results/checkpoints_cpu.csv.
+`gathered`: rank 0 gathers and writes everything, as the trainer once did. `shards`: each rank writes
+what it holds. `background`: the same in a thread, from copies. The ways take turns. waits_s: seconds in
+which rank 0 cannot train. there_s: seconds until the checkpoint has its final name. Neither includes
+what the thread costs training. Writes bench/results/checkpoints_cpu.csv.
 """
 
 import datetime
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def make_learner(ranks: DistributedRanks) -> Learner:
-    """A sharded policy whose optimizer has made a step."""
+    """A sharded policy with an optimizer that has made a step."""
     policy = Policy(Qwen2ForCausalLM(Qwen2Config(**SHAPE)))
     ranks.shard(policy, torch.float32, layers=decoder_layers(policy))
     optimizer = torch.optim.AdamW(policy.parameters())
@@ -107,7 +107,7 @@ def save_gathered(learner: Learner, ranks: Ranks, folder: Path) -> dict[str, flo
     else:
         for tensors in files.values():
             for _ in tensors:
-                pass  # takes part in gathering this tensor
+                pass  # reading takes part in gathering the tensor
     ranks.gather(0)
     seconds = round(time.perf_counter() - started, 3)
     return {"waits_s": seconds, "there_s": seconds}

@@ -1,15 +1,15 @@
-"""Tokens that the scoring pass and the update run through: the paper's prompts against conversations with tools.
+"""Tokens in the scoring pass and the update: the paper's prompts against conversations with tools.
 
     python bench/trainer/conversations.py          # bench/results/conversations.csv
     python bench/trainer/conversations.py --time   # bench/results/conversations_time_cpu.csv
 
-With --time some of the same episodes go through a model of SmolLM2-135M's shape, with a row for
-each turn or for each episode.
+With --time, some of the same episodes go through a model of SmolLM2-135M's shape, with a row for each
+turn or for each episode.
 
-The same tasks, actions and observations in each style, played by a script: questions of the
-generated world by its oracle, and tests/envs/tau2_stand_in, whose policy is a line. SmolLM2's
-vocabulary, a template of Qwen2.5's shape; no model runs. `paw`: what PaW adds to the tokens of an
-update, in per cent, at the paper's alpha and random entropies.
+A script plays the same tasks, actions and observations in each style: questions of the generated
+world, answered by its oracle, and tests/envs/tau2_stand_in, whose policy is a single line. Texts are
+encoded with SmolLM2's vocabulary and a template of Qwen2.5's form; no model runs. `paw`: what PaW adds
+to the tokens of an update, in per cent, with the paper's alpha and random entropies.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SERVICE = [
     ("cancel", "now it goes"),
     ("", "It is cancelled."),
 ]
-"""The turns of tau2's stand-in: (tool to call, or none, text of the observation or the message)."""
+"""The turns of tau2's stand-in: (tool to call or "", text of the observation or of the message)."""
 NO_FILES = {"env.data": "none", "env.corpus": "none", "env.retriever": "bm25"}
 KEYS = {
     "model.path": "-",
@@ -58,7 +58,7 @@ KEYS = {
 
 
 class Script:
-    """An engine that answers every request with `ids`."""
+    """An engine that answers every request with the tokens `ids`."""
 
     continuous = False
     version = 0
@@ -125,7 +125,7 @@ def play(chat: Chat, environment_name: str, style: str) -> list[Any]:
 
     rollouts = Rollouts(factory, engine, chat, config, agent=agent)
     groups = []
-    # One task at a time: the engine has one response.
+    # Tasks are played one at a time because the engine has one response.
     for task in eval_tasks(factory, config.env.eval_split, QUESTIONS, 0):
         [group], stats = rollouts.play_tasks(
             [task], group_size=1, temperature=1.0, seed=0, stream="bench"
@@ -156,7 +156,7 @@ def tokens(samples: list[Any], *, with_observation: bool) -> int:
 
 
 def added(samples: list[Any]) -> float:
-    """What PaW adds to the tokens of an update, in per cent, at random entropies."""
+    """What PaW adds to the tokens of an update, in per cent, with random entropies."""
     rng = random.Random(0)
     without = tokens(samples, with_observation=False)
     for sample in samples:
@@ -170,7 +170,7 @@ def added(samples: list[Any]) -> float:
 
 
 def timed(chat: Chat, *, episodes: int = 1, rounds: int = 2) -> list[dict[str, Any]]:
-    """Scoring and an update with the world model; the two layouts of rows take turns."""
+    """Times scoring and an update with the world model. The two layouts of rows take turns."""
     folder = update.make_folder("SmolLM2-135M", ROOT / "runs" / "bench" / "SmolLM2-135M")
     common = {"device": cpu_name(), "threads": 2, "torch": torch.__version__}
     records = []
@@ -215,7 +215,7 @@ def timed(chat: Chat, *, episodes: int = 1, rounds: int = 2) -> list[dict[str, A
 
 
 def show_ratios(environment_name: str, records: list[dict[str, Any]]) -> None:
-    """Prints the medians of how many times as long a row a turn takes as a row an episode."""
+    """Prints how many times as long a row per turn takes as a row per episode, by medians."""
     for metric in ("seconds", "cpu_s"):
         of_turns = [record[metric] for record in records if record["rows"] == "turns"]
         of_episodes = [record[metric] for record in records if record["rows"] == "episodes"]
@@ -230,7 +230,7 @@ def counted(chat: Chat) -> list[dict[str, Any]]:
     for environment_name in ("search", "tau2"):
         for style in ("paper", "chat"):
             samples = play(chat, environment_name, style)
-            # The paper's prompts have a row a turn. Turns come last: they cut the conversations.
+            # The paper's prompts have a row per turn. Turns come last because they cut the conversations.
             layouts = ("episodes", "turns") if style == "chat" else ("turns",)
             for layout in layouts:
                 for sample in samples:

@@ -1,10 +1,10 @@
-"""Bytes of elementwise traffic a token: what decoder layers move beside matrix products and attention.
+"""Bytes of elementwise traffic per token: what decoder layers move besides matrix products and attention.
 
     python bench/trainer/elementwise.py     # writes bench/results/elementwise.csv
 
-One eager layer goes forward and backward on tensors without data. Every operation but matrix
-products, attention and views counts with what it reads and writes. Fused layers are an estimate
-(`paw.tools.plan.elementwise`). Nothing is timed, and no GPU is needed.
+An eager layer runs forward and backward on tensors without data. The bytes that each operation reads
+and writes are counted, except those of matrix products, attention and views. Fused layers are an
+estimate (`paw.tools.plan.elementwise`). Nothing is timed, and no GPU is needed.
 """
 
 import sys
@@ -33,15 +33,15 @@ from paw.tools.plan.shapes import SHAPES, Shape
 
 CSV = RESULTS / "elementwise.csv"
 TOKENS = 67
-"""Tokens of a pass: a number that no other size has. Tensors without it, such as gradients of
-weights, do not count."""
+"""Tokens of a pass. No other size is equal to it, so tensors without this size, such as gradients of
+weights, are not counted."""
 MODELS = ("Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen3-4B", "Llama-3.1-8B")
 UNCOUNTED = {"mm", "addmm", "bmm", "detach", "_unsafe_view", "empty", "empty_like", "new_empty"}
-"""Matrix products, and what moves no data."""
+"""Matrix products, and operations that move no data."""
 
 
 class _NoAttention(torch.autograd.Function):
-    """Takes the place of attention, whose bytes do not count."""
+    """Replaces attention, whose bytes are not counted."""
 
     @staticmethod
     def forward(context: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class _NoAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        # As attention kernels write them: [T, heads, size].
+        # Attention kernels write them as [T, heads, size].
         return tuple(
             tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
             for tensor in context.saved_tensors
@@ -58,7 +58,7 @@ class _NoAttention(torch.autograd.Function):
 
 
 class _Bytes(TorchDispatchMode):
-    """Adds up what elementwise operations read and write of tensors that hold tokens."""
+    """Adds up the bytes of token tensors that elementwise operations read and write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class _Bytes(TorchDispatchMode):
 
 
 def _stored_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements in memory, without those that a broadcast repeats."""
+    """Bytes of a tensor's elements in memory, not counting those that a broadcast repeats."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= size if stride else 1
@@ -85,7 +85,7 @@ def _stored_bytes(tensor: Tensor) -> int:
 
 
 def counted_traffic(shape: Shape) -> Traffic:
-    """Bytes a token that an eager layer of transformers moves, counted."""
+    """Bytes per token that an eager layer of transformers moves, by counting them."""
     AttentionInterface.register(
         "uncounted", lambda module, q, k, v, mask, **_: (_NoAttention.apply(q, k, v), None)
     )

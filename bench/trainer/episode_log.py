@@ -1,11 +1,11 @@
 """What recording training episodes costs an update: processor seconds and bytes.
 
-    python bench/trainer/episode_log.py     renews bench/results/episode_log_cpu.csv
+    python bench/trainer/episode_log.py     writes bench/results/episode_log_cpu.csv
 
-One update records 4 episodes of 39 turns, ALFWorld's sizes: responses of 150 tokens, observations of
-50, three of four turns selected. The texts are spans of this repository's pages, encoded by a
-byte-level BPE of 8,000 tokens that is trained on them. In the first update no pair of tokens has
-been seen before; later ones repeat most of them, as play does.
+An update records 4 episodes of 39 turns with ALFWorld's sizes: responses of 150 tokens, observations
+of 50, and three of four turns selected. The texts are spans of this repository's pages, encoded by a
+byte-level BPE of 8,000 tokens that is trained on them. In the first update, no pair of tokens has been
+seen before. Later updates repeat most pairs, as play does.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def make_tokenizer(text: str) -> Tokenizer:
 
 
 class Draw:
-    """Draws spans of the pages, and numbers."""
+    """Draws random spans of the pages, and random numbers."""
 
     def __init__(self, seed: int) -> None:
         text = "\n".join(

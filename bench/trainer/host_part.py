@@ -1,12 +1,12 @@
-"""The host's part of an update of 5.9 million tokens: all that is done beside the model, in processor seconds.
+"""The host's part of an update of 5.9 million tokens: everything besides the model, in processor seconds.
 
-    python bench/trainer/host_part.py       renews bench/results/host_part_cpu.csv
+    python bench/trainer/host_part.py       writes bench/results/host_part_cpu.csv
 
-One rank, 128 episodes of 39 turns, ALFWorld's sizes: prompts of 1,000 tokens, responses of 150,
-observations of 50. Included is what a turn costs when it is complete: its lists of tokens and
-numbers become arrays. The model's passes are left out: log-probs and entropies are drawn. Prompts
-are of random tokens, so that nothing is shared; in a second case all prompts of a group begin with
-the same 400 tokens.
+One rank has 128 episodes of 39 turns with ALFWorld's sizes: prompts of 1,000 tokens, responses of 150,
+observations of 50. The cost of completing a turn, whose lists of tokens and numbers become arrays, is
+included. The model's passes are left out; log-probs and entropies are drawn at random. Prompts are
+random tokens, so nothing is shared. In a second case, all prompts of a group begin with the same 400
+tokens.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Clock:
 
 
 def make_groups(draw: random.Random, shared: int, clock: Clock) -> list[Group]:
-    """Groups of random tokens; the prompts of a group begin with `shared` tokens of its own."""
+    """Groups of random tokens. All prompts of a group begin with the same `shared` tokens."""
     token_pool = [draw.randrange(150_000) for _ in range(200_000)]
 
     def ids(count: int) -> list[int]:
@@ -103,7 +103,7 @@ def make_groups(draw: random.Random, shared: int, clock: Clock) -> list[Group]:
 
 
 def update(groups: list[Group], packing: Packing, clock: Clock) -> dict[str, int]:
-    """The host's part of an update; returns how many tokens and micro-batches it had."""
+    """The host's part of an update. Returns how many tokens and micro-batches it had."""
     with clock.part("samples"):
         samples = to_samples(
             groups, separator_ids=[1, 2, 3, 4], encode_observation=list, invalid_penalty=0.1
@@ -143,7 +143,7 @@ def update(groups: list[Group], packing: Packing, clock: Clock) -> dict[str, int
 
 
 def score(samples: list[Sample], packing: Packing, clock: Clock) -> list[tuple[Values, float]]:
-    """What a log-prob pass does beside the model."""
+    """What a log-prob pass does besides the model."""
     scored: dict[int, tuple[Values, float]] = {}
     with clock.part("micro-batches"):
         batches = micro_batches(samples, packing, with_observation=False, device=CPU)
@@ -167,7 +167,7 @@ def score(samples: list[Sample], packing: Packing, clock: Clock) -> list[tuple[V
 
 
 def optimize(batch: Batch, minibatch: list[Sample], update_samples: int, clock: Clock) -> None:
-    """What a micro-batch's forward and backward pass has beside the model."""
+    """What a micro-batch's forward and backward pass does besides the model."""
     with clock.part("what the loss reads"):
         tokens = losses.token_batch(batch, minibatch, update_samples=update_samples, reference=True)
     bounds(batch, clock)
@@ -184,7 +184,7 @@ def optimize(batch: Batch, minibatch: list[Sample], update_samples: int, clock: 
 
 
 def made(batches: Iterable[Batch], clock: Clock) -> Iterator[Batch]:
-    """The batches, which are made when the loop asks for them."""
+    """The batches. The time to make each one, when it is asked for, is measured."""
     iterator = iter(batches)
     while True:
         with clock.part("micro-batches"):
@@ -195,7 +195,7 @@ def made(batches: Iterable[Batch], clock: Clock) -> Iterator[Batch]:
 
 
 def bounds(batch: Batch, clock: Clock) -> None:
-    """The bounds of sequences that attention gets."""
+    """Compute the bounds of sequences that attention is given."""
     with clock.part("bounds"):
         if batch.paths is None:
             pack_rows(batch.lengths, kernel="varlen", device=CPU)

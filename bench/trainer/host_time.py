@@ -2,10 +2,9 @@
 
     python bench/trainer/host_time.py [--repeats 5]
 
-One rank, episodes of ALFWorld's sizes (`paw.tools.plan.plan.Play`): 16 groups of eight. Prompts are text
-of docs/, encoded by a byte-level BPE of 32,000 tokens that is trained on it, as no pretrained
-tokenizer is at hand. Writes bench/results/host_cpu.csv; HOST_S of `paw plan` is the sum of the
-medians.
+One rank has 16 groups of eight episodes with ALFWorld's sizes (`paw.tools.plan.plan.Play`). Prompts are
+text of docs/, encoded by a byte-level BPE of 32,000 tokens that is trained on it, because no pretrained
+tokenizer is at hand. Writes bench/results/host_cpu.csv. HOST_S of `paw plan` is the sum of the medians.
 """
 
 import argparse
@@ -47,7 +46,7 @@ def make_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def make_groups(sizes: Play, rng: random.Random) -> list[Group]:
-    """Groups of random tokens, of the sizes in `play`."""
+    """Groups of random tokens with these sizes."""
 
     def ids(count: float) -> list[int]:
         return [rng.randrange(30_000) for _ in range(round(count))]
@@ -80,7 +79,7 @@ def make_groups(sizes: Play, rng: random.Random) -> list[Group]:
 
 
 def parse_ids(text: str) -> list[int]:
-    """The tokens of an observation, whose text is their numbers."""
+    """The tokens of an observation, whose text lists their numbers."""
     return [int(word) for word in text.split()]
 
 
@@ -127,14 +126,14 @@ def main() -> None:
 
 
 def timed(work: Callable[[], int]) -> tuple[float, int]:
-    """Processor seconds a token of `work`, and its number of tokens, which it returns."""
+    """Processor seconds per token of `work`, and its number of tokens, which `work` returns."""
     started = time.process_time()
     tokens = work()
     return (time.process_time() - started) / tokens, tokens
 
 
 def pack(groups: list[Group]) -> int:
-    """What an update does before the model runs; returns the number of packed tokens."""
+    """What an update does before the model runs. Returns the number of packed tokens."""
     samples = to_samples(
         groups, separator_ids=[1, 2, 3, 4], encode_observation=parse_ids, invalid_penalty=0.1
     )

@@ -1,14 +1,14 @@
-"""How many of the selected observations the world model already knows, so that they need not run through the body.
+"""How many selected observations the world model already knows, so that they need not run through the body.
 
     python bench/trainer/masked.py [--recipe quickstart] [--updates 60] [--model DIR]
 
 Writes bench/results/masked_cpu.csv.
 
-Trains with PaW and counts in each update, of the selected samples: those whose observation is
-masked in every token (p > rho), which is known only after the pass; those that a rule knows before
-it, because the same observation was masked in all its places in the update before; and of these the
-ones about which the rule is wrong. `skipped`: the tokens that the rule would take out of the
-update: separator and observation, and the whole row if it has no advantage either.
+Trains with PaW. In each update it counts three kinds of selected samples. `masked`: every token of the
+observation is masked (p > rho), which is only known after the pass. `ruled`: a rule predicts this before
+the pass, because the same observation was masked everywhere in the previous update. `wrong`: the rule
+predicts it wrongly. `skipped` counts the tokens that the rule would take out of the update: separator
+and observation, and the full row if it has no advantage either.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from paw.types import Sample
 
 COUNTS = ("tokens", "selected", "masked", "ruled", "wrong", "skipped")
 MaskedAt = dict[tuple[int, ...], list[bool]]
-"""By an observation's tokens: whether it was masked, at each of its places in an update."""
+"""An observation's tokens -> whether it was masked, for each place where it occurs in an update."""
 
 
 def main() -> None:
@@ -62,8 +62,7 @@ def main() -> None:
 
 
 class Watch:
-    """Stands in for three functions of the trainer, which it calls, and counts observations on the
-    way."""
+    """Replaces three functions of the trainer. It calls them, and counts observations on the way."""
 
     def __init__(self, recipe: str, rho: float) -> None:
         self.recipe = recipe
@@ -73,7 +72,7 @@ class Watch:
         self._counts = dict.fromkeys(COUNTS, 0)
         self._minibatch: Sequence[Sample] = ()
         self._previous: MaskedAt = {}
-        """What was masked in the update before."""
+        """What was masked in the previous update."""
         self._current: MaskedAt = {}
         self._optimize = trainer.optimize
         self._token_batch = losses.token_batch
@@ -111,7 +110,7 @@ class Watch:
         return result
 
     def _count(self, sample: Sample, masked: bool) -> None:
-        """Counts a selected sample whose observation is masked in every token, or is not."""
+        """Counts a selected sample. `masked`: whether every token of its observation is masked."""
         observation = tuple(sample.observation_ids.tolist())
         ruled = all(self._previous.get(observation, [False]))
         self._counts["selected"] += 1
@@ -127,7 +126,7 @@ class Watch:
 
 
 def show_ends(table: list[dict[str, Any]]) -> None:
-    """Prints the shares over the first and the last quarter of the updates, at least one update."""
+    """Prints the shares over the first and the last quarter of the updates, each at least one update."""
     quarter = max(1, len(table) // 4)
     show(table[:quarter])
     show(table[-quarter:])

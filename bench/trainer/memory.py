@@ -1,11 +1,11 @@
-"""The plan's memory against a simulated update, and against the card if there is one.
+"""Compares the plan's memory with a simulated update, and with the card if there is one.
 
-    python bench/trainer/memory.py                  # simulate every case
-    python bench/trainer/memory.py --device cuda    # and run the real step of what fits on this card
+    python bench/trainer/memory.py                  # simulates every case
+    python bench/trainer/memory.py --device cuda    # also runs the real step of each case that fits on this card
 
-Writes bench/results/memory_plan.csv, with a column for the card, and the table of docs/memory.md.
-The simulation is memory_simulation.py. All tokens of a row but the first are targets: the most that
-the head can have.
+Writes bench/results/memory_plan.csv, with a column for the card, and the table of docs/memory.md. The
+simulation is memory_simulation.py. All tokens of a row except the first are targets, the most that the
+head can have.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "memory.md"
 
 
 def predicted(config: Config, shape: Shape, gpu_count: int) -> dict[str, float]:
-    """The plan's GiB by phase, of what a simulation has: no reference, engine or CUDA context."""
+    """The plan's GiB by phase, without what the simulation lacks: reference, engine and CUDA context."""
     plan = Plan(config, shape, gpus=gpu_count, gpu_gib=80.0)
     simulated = ("weights", "gradients", "optimizer", "activations", "head", "step")
     gib_by_phase = {}
@@ -44,7 +44,7 @@ def predicted(config: Config, shape: Shape, gpu_count: int) -> dict[str, float]:
 def make_config(
     model: str, gpu_count: int, optimizer: str, checkpointing: str, tokens: int
 ) -> Config:
-    """A cell's configuration; flash-adamw alone on a card keeps its state in host memory."""
+    """The configuration of a case. With a single GPU, flash-adamw keeps its state in host memory."""
     optimizer_keys = {"name": optimizer, "micro_batch_tokens": tokens}
     if optimizer == "flash-adamw":
         optimizer_keys["offload"] = gpu_count == 1
@@ -99,7 +99,7 @@ def main() -> None:
         allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: run the real step as well"
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: also run the real step"
     )
     device = f"CPU ({platform.machine()}), simulation"
     card_gib = 0.0
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def renew_page(records: list[dict[str, Any]]) -> None:
-    """Puts the table into docs/memory.md."""
+    """Writes the table into docs/memory.md."""
     begin_mark = "<!-- python bench/trainer/memory.py -->"
     end_mark = "<!-- end -->"
     page = PAGE.read_text(encoding="utf-8")

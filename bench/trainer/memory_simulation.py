@@ -1,11 +1,11 @@
-"""An update on tensors without data: the trainer's own code, every storage counted. Used by bench/trainer/memory.py.
+"""An update on tensors without data, by the trainer's own code, counting every storage. For bench/trainer/memory.py.
 
-The model is built on the meta device and made in FakeTensorMode (on the CPU: autograd of fake CUDA
-tensors fails in a CPU build of torch); FSDP2 shards it over a fake process group. `LiveBytes` adds
-up the storages that are alive. The fused head is one operator to it, so its workspace is added by
-`roofline.paw_memory`, a formula of the kernels' own benchmark. Attention is torch's varlen
-operator, whose fake has the outputs of the kernel on the card. flash-adamw needs a GPU for its
-kernels; here it is the tensors of its state.
+The model is built on the meta device and materialised in FakeTensorMode. It is on the CPU, because
+autograd of fake CUDA tensors fails in a CPU build of torch. FSDP2 shards it over a fake process group.
+`LiveBytes` adds up the storages that are alive. To it, the fused head is a single operator, so the
+head's workspace is added by `roofline.paw_memory`, a formula of the kernel benchmark. Attention is
+torch's varlen operator, whose fake version has the outputs of the kernel on the card. The kernels of
+flash-adamw need a GPU; here only the tensors of its state exist.
 """
 
 import sys
@@ -45,15 +45,15 @@ from paw.tools.plan.shapes import Shape
 from paw.types import Sample
 
 ROW = 2048
-"""Tokens of a row, all of them targets but the first."""
+"""Tokens of a row. All of them except the first are targets."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the living storages that operators returned or `track` was given, and their largest
-    sum so far.
+    """The bytes of live storages, and their peak.
 
-    Works inside FakeTensorMode and over real tensors. FSDP frees a storage by resizing it, which is
-    not an operator, so `resize_` is patched.
+    Counts storages that operators return and those passed to `track`. Works inside FakeTensorMode and
+    on real tensors. FSDP frees a storage by resizing it, which is not an operator, so `resize_` is
+    patched.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self._sizes: dict[int, tuple[Any, int]] = {}
-        """By a storage's address: a weak reference to it, which is to be kept, and its bytes."""
+        """Address of a storage -> (weak reference to it, which must be kept; its bytes)."""
         self._head: set[int] = set()
         """Addresses of the gradients that the head's operator returned."""
 
@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
             def on_free(_: Any) -> None:
                 _, size = self._sizes.pop(address)
                 self.live -= size
-                self._head.discard(address)  # the next storage may have the same address
+                self._head.discard(address)  # another storage may get the same address
 
             self._sizes[address] = (weakref.ref(storage, on_free), 0)
         self._update_size(storage)
@@ -89,8 +89,8 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None
     ) -> Any:
         if func is torch.ops.aten.mul.Tensor and args[0].untyped_storage()._cdata in self._head:
-            # Backward multiplies the head's gradients by the gradient of the loss, unless that is
-            # 1. With data it is; a fake one has no value, so the product would be counted.
+            # Backward multiplies the head's gradients by the gradient of the loss unless that is 1,
+            # as it is with data. A fake gradient has no value, so the product would be counted.
             return args[0]
         outputs = func(*args, **(kwargs or {}))
         for output in tree_leaves(outputs):
@@ -101,7 +101,7 @@ class LiveBytes(TorchDispatchMode):
         return outputs
 
     def _count_head(self, hidden: Tensor, weight: Tensor, gradients: Sequence[Tensor]) -> None:
-        """Raises the peak to what the fused head takes while it runs, its results included."""
+        """Raises the peak to what the fused head takes while it runs, including its results."""
         storages = [gradient.untyped_storage() for gradient in gradients]
         self._head = {storage._cdata for storage in storages}
         if hidden.dtype != torch.bfloat16:
@@ -136,7 +136,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class FakeRanks(DistributedRanks):
-    """Rank 0 of `world` ranks, of which no other exists."""
+    """Rank 0 of `world` ranks. The other ranks do not exist."""
 
     def __init__(self, world: int) -> None:
         self.rank = 0
@@ -150,20 +150,20 @@ class FakeRanks(DistributedRanks):
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes of living tensors, in GiB."""
+    """GiB of live tensors."""
 
     update: float
-    """The most during forward and backward passes."""
+    """Peak of the forward and backward passes."""
     step: float
-    """The most during the optimizer's step."""
+    """Peak of the optimizer's step."""
     after: float
-    """After the step."""
+    """GiB after the step."""
 
 
 def make_policy(
     config: Config, shape: Shape, *, attention: str, head_backend: str = "torch"
 ) -> Policy:
-    """The policy of a configuration, without data."""
+    """The policy of a configuration, on the meta device."""
     with torch.device("meta"):
         language_model = AutoModelForCausalLM.from_config(
             hf_config(shape), dtype=weights_dtype(config)
@@ -181,7 +181,7 @@ def make_policy(
 
 
 def make_rows(tokens: int) -> list[Sample]:
-    """Rows of ROW tokens, or a single one of all tokens if there are fewer."""
+    """Rows of ROW tokens, or a single row if there are fewer tokens."""
     length = min(ROW, tokens)
     response_ids = [1] * (length - 1)
     logp = [0.0] * len(response_ids)
@@ -203,10 +203,9 @@ def make_rows(tokens: int) -> list[Sample]:
 def run_updates(
     policy: Policy, config: Config, live_bytes: Any, *, place: Callable[[Tensor], Tensor]
 ) -> Peaks:
-    """Two optimizer steps of two micro-batches each, as `train.optimize` makes them; peaks of the
-    second.
+    """Makes two optimizer steps of two micro-batches each, like the trainer. Returns the second's peaks.
 
-    `live` has reset_peak(), peak and live, in bytes. `place` puts a tensor on the model's device.
+    `live_bytes` has reset_peak(), peak and live, in bytes. `place` puts a tensor on the model's device.
     """
     batch, tokens = make_batch(config)
     batch = _with_tensors(batch, place)
@@ -238,7 +237,7 @@ def run_updates(
 
 
 def make_batch(config: Config) -> tuple[Any, Any]:
-    """A full micro-batch of the configuration and the columns of its tokens, with data."""
+    """A full micro-batch of the configuration, and what the loss reads of its tokens, with data."""
     rows = make_rows(config.optim.micro_batch_tokens)
     each_alone = [[number] for number in range(len(rows))]
     with unset_fake_temporarily():
@@ -250,13 +249,12 @@ def make_batch(config: Config) -> tuple[Any, Any]:
 
 
 def make_step(policy: Policy, config: Config) -> Any:
-    """The optimizer of the configuration as a GPU has it, or what stands in for flash-adamw on a
-    CPU."""
+    """The optimizer of the configuration as on a GPU, or a stand-in for flash-adamw on a CPU."""
     if config.optim.name == "flash-adamw" and policy.device.type != "cuda":
         return FlashState(policy, config)
     optimizer: Any = make_optimizer(policy.parameters(), config.optim)
     if config.optim.name == "adamw":
-        # As make_optimizer has it on a GPU.
+        # make_optimizer sets these on a GPU.
         optimizer.param_groups[0].update(fused=True, foreach=False)
     return optimizer
 
@@ -280,8 +278,8 @@ def simulate(config: Config, shape: Shape, world: int = 1, *, attention: str = "
 
 @contextmanager
 def _without_values() -> Iterator[None]:
-    """Does with real tensors what needs values (the bounds of rows, the mesh of ranks); leaves out
-    sending weights."""
+    """Computes with real tensors what needs values (the bounds of rows, the mesh of ranks), and leaves
+    out sending weights."""
 
     def with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -310,7 +308,7 @@ def _without_values() -> Iterator[None]:
 
 
 def _with_tensors(item: Any, place: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a dataclass with `place` of each of its tensors."""
+    """A copy of a dataclass, with `place` applied to each of its tensors."""
     placed = {}
     for field in fields(item):
         value = getattr(item, field.name)
@@ -320,11 +318,11 @@ def _with_tensors(item: Any, place: Callable[[Tensor], Tensor]) -> Any:
 
 
 class FlashState:
-    """Stands in for flash-adamw, whose kernels need a GPU: the tensors of its state, without the
+    """Stands in for flash-adamw, whose kernels need a GPU. Makes the tensors of its state without the
     arithmetic."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
-        # Imports Triton, whose kernels a test may want interpreted.
+        # Imported late because it imports Triton, whose kernels a test may want interpreted.
         from paw.model.flash import in_groups
 
         self._in_groups = in_groups
@@ -360,7 +358,7 @@ class FlashState:
 
 
 class CudaPeaks:
-    """The allocator's own count on the card, as `LiveBytes` gives it."""
+    """The allocator's own counts on the card, with the interface of `LiveBytes`."""
 
     peak = property(lambda self: torch.cuda.max_memory_allocated())
     live = property(lambda self: torch.cuda.memory_allocated())
@@ -370,8 +368,8 @@ class CudaPeaks:
 
 
 def real_peak(config: Config, shape: Shape) -> float:
-    """GiB at the peak of `run_updates` with data on the CPU, from the allocator's own events in
-    torch's profiler."""
+    """Peak GiB of `run_updates` with data on the CPU, from the allocator's events in torch's
+    profiler."""
     policy = make_policy(config, shape, attention="sdpa")
     policy = policy.to_empty(device="cpu")
     _fill(policy)
@@ -393,7 +391,7 @@ def real_peak(config: Config, shape: Shape) -> float:
 
 
 def measured(config: Config, shape: Shape) -> Peaks:
-    """Peaks of the real step on this card, attention and head by their fastest kernels."""
+    """Peaks of the real step on this card, with the fastest kernels for attention and head."""
     device = torch.device("cuda")
     kernel = pick_attention("auto", device, DTYPES[config.model.dtype])
     policy = make_policy(config, shape, attention=kernel, head_backend="auto")

@@ -1,11 +1,11 @@
-"""What `paw plan` says on the pages: its times against published runs (docs/memory.md), its lines (docs/scale.md).
+"""What the pages show of `paw plan`: its times beside published runs (docs/memory.md), its output (docs/scale.md).
 
-    python bench/trainer/plan_pages.py      # remakes both; arithmetic, nothing is run
+    python bench/trainer/plan_pages.py      # updates both; arithmetic only, nothing is run
 
-A published run is planned as it was: its model, cards, checkpointing and sequences, all tokens
-learnt from. Runs whose trainer also wrote the weights for its servers are planned with
+A published run is planned as it was run, with its model, cards, checkpointing and sequences, and
+learning from all tokens. Runs whose trainer also wrote the weights for its servers are planned with
 engine.transfer = "files". tests/tools/test_plan.py fails if the plan of a `held` run is off by more
-than a quarter, or if a page is not what this makes.
+than a quarter, or if a page differs from what this program writes.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ class Run:
     model: str
     gpus: int
     length: int
-    """Tokens of a sequence; each GPU had two of them in a step."""
+    """Tokens of a sequence. Each GPU had two sequences per step."""
     published: float
-    """Tokens a second, of all GPUs."""
+    """Tokens per second, of all GPUs together."""
     checkpointing: str = "full"
     compile: bool = True
     files: bool = False
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def predicted(self) -> float:
-        """Tokens a second by the plan: passes, optimizer step, and weights to files."""
+        """Tokens per second by the plan, with its passes, optimizer step, and weights to files."""
         sequences = 2 * self.gpus
         micro_batch = 2 if self.source == TITAN else 1  # sequences of a micro-batch
         settings = {
@@ -133,7 +133,7 @@ def table() -> str:
 
 
 def traffic_table() -> str:
-    """The Markdown table of docs/memory.md about traffic between matrix products."""
+    """The Markdown table in docs/memory.md about traffic between matrix products."""
     flops, memory_rate, _ = CARDS[80]
     table_lines = [
         "| model | eager layers, MB a token (counted) | fused, at least (estimated) | "
@@ -153,7 +153,7 @@ def traffic_table() -> str:
 
 
 def conclusion_of(command: str) -> str:
-    """The last paragraph that a `paw plan` command prints: what comes after its tables."""
+    """The last paragraph that a `paw plan` command prints, after its tables."""
     with contextlib.redirect_stdout(io.StringIO()) as output:
         cli.main(shlex.split(command)[1:])
     _, _, conclusion = output.getvalue().strip().rpartition("\n\n")
@@ -161,7 +161,7 @@ def conclusion_of(command: str) -> str:
 
 
 def memory_page(text: str) -> str:
-    """Renews the tables between the page's marks: of time, then of traffic."""
+    """The page with current tables between its marks, first of time, then of traffic."""
     tables = iter([table(), traffic_table()])
     return re.sub(
         r"(<!-- python bench/trainer/plan_pages.py -->\n).*?(<!-- end -->)",
@@ -170,7 +170,7 @@ def memory_page(text: str) -> str:
 
 
 def scale_page(text: str) -> str:
-    """Renews each block that begins with `$ paw plan`: the command and what it prints."""
+    """The page with the current output in each block that begins with `$ paw plan`."""
     return re.sub(
         r"```text\n\$ (paw plan [^\n]*)\n.*?```",
         lambda match: f"```text\n$ {match[1]}\n{conclusion_of(match[1])}\n```", text, flags=re.DOTALL,

@@ -1,23 +1,23 @@
-"""What computing shared prefixes once saves: scoring and update passes of a group's rows, with and without.
+"""What computing shared prefixes only once saves in the scoring and update passes of a group's rows.
 
-    python bench/trainer/shared_prefix.py --layers 2      renews bench/results/shared_prefix_cpu.csv
+    python bench/trainer/shared_prefix.py --layers 2      writes bench/results/shared_prefix_cpu.csv
     python bench/trainer/shared_prefix.py --short         alfworld and conversation in all 30 layers
 
-Rows of one group of eight, in SmolLM2-135M's shape with random weights, through the trainer's own
-micro-batches, body, head and loss:
+The rows of a group of eight go through the trainer's own micro-batches, body, head and loss, in
+SmolLM2-135M's shape with random weights:
 
-    alfworld       the paper's prompts (Figure 8): a row a turn
-    search         the paper's search prompts (Figure 9): a row a turn; a share `same` of the members
-                   asks the same, the others have their own queries
-    conversation   a row an episode, after a system prompt of 1,200 tokens, tau2-bench's policy of an
-                   airline in size
+    alfworld       the paper's prompts (Figure 8), a row per turn
+    search         the paper's search prompts (Figure 9), a row per turn; a share `same` of the members
+                   make the same queries, the others make their own
+    conversation   a row per episode, after a system prompt of 1,200 tokens, about the size of
+                   tau2-bench's airline policy
 
-With `--short`, alfworld is the third turn of each member, which shares about as much as the first
-four together, and all texts of a conversation have half the length.
+With `--short`, alfworld is only the third turn of each member, which shares about as much as the first
+four together, and all texts of a conversation are half as long.
 
-Texts are random words of docs/. Both ways give the same gradient, or this ends with an error. Each
-round is a pair, with and without sharing; rounds change the order. Ratios of processor time hold on a
-busy machine too, those of wall time do not.
+Texts are random words of docs/. If the gradients with and without sharing differ, this ends with an
+error. Each round is a pair, with and without sharing, and rounds alternate the order. Ratios of
+processor time also hold on a busy machine; those of wall time do not.
 """
 
 import argparse
@@ -68,9 +68,9 @@ SHORT_FILE = "shared_prefix_depth_cpu.csv"
 SHORT_CASES = (("alfworld", None), ("conversation", None))
 SYSTEM_TOKENS = 1200
 TURNS = 4
-"""Of a member, in ALFWorld or a conversation."""
+"""Turns of a member, in ALFWorld or in a conversation."""
 WORDS = 60
-"""Of a message in a conversation."""
+"""Words of a message in a conversation."""
 
 
 def random_text(words: list[str], count: int, rng: random.Random) -> str:
@@ -81,7 +81,7 @@ def random_text(words: list[str], count: int, rng: random.Random) -> str:
 def sample(
     prompt_ids: list[int], response_ids: list[int], *, trajectory: int, rng: random.Random
 ) -> Sample:
-    """A turn of the group with an advantage, and log-probs a little off."""
+    """A turn of the group, with a random advantage and made-up log-probs."""
     response_length = len(response_ids)
     return Sample(
         group=0,
@@ -96,7 +96,7 @@ def sample(
 
 
 def alfworld_rows(chat: Any, rng: random.Random, *, turns: Collection[int]) -> list[Sample]:
-    """A group plays one of the embedded games: half the actions are the oracle's, half are random."""
+    """A group plays one of the embedded games. About half of its actions are the oracle's, half random."""
     overrides = {"model.path": "-", "env.data": "none"}
     factory = make_factory(load("alfworld-grpo-paw", overrides))
     (task,) = train_tasks(factory, 0, 1, 0)
@@ -120,7 +120,7 @@ def alfworld_rows(chat: Any, rng: random.Random, *, turns: Collection[int]) -> l
 
 
 def search_rows(chat: Any, same_share: float, rng: random.Random) -> list[Sample]:
-    """A group asks a search engine about one question; results are those of the queries so far."""
+    """A group uses a search engine on one question. Results depend on all the queries so far."""
     words = docs_words()
     prompts = PaperStyle()
     question = f"{random_text(words, 12, rng)}?"
@@ -146,7 +146,7 @@ def search_rows(chat: Any, same_share: float, rng: random.Random) -> list[Sample
 
 
 def conversation_rows(chat: Any, rng: random.Random, *, divisor: int) -> list[Sample]:
-    """A group has conversations after the same system prompt, and the same request of a customer."""
+    """A group has conversations after the same system prompt and the same customer request."""
     words = docs_words()
     vocabulary = [token_id for word in words[:2000] for token_id in chat.response_ids(word)]
     system_ids = [rng.choice(vocabulary) for _ in range(SYSTEM_TOKENS // divisor)]
@@ -167,7 +167,7 @@ def docs_words() -> list[str]:
 
 
 def run(policy: Policy, samples: list[Sample], *, shared: bool) -> dict[str, float]:
-    """A scoring pass and an update of all rows: processor and wall seconds, tokens, gradient norm."""
+    """A scoring pass and an update on all rows: processor and wall seconds, tokens, gradient norm."""
     policy.zero_grad()
     packing = Packing.of(OptimConfig(micro_batch_tokens=BUDGET), policy)
     packing = replace(packing, share_prefixes="auto" if shared else "never")
@@ -195,7 +195,7 @@ def run(policy: Policy, samples: list[Sample], *, shared: bool) -> dict[str, flo
 
 
 def compare(policy: Policy, samples: list[Sample], *, rounds: int) -> dict[str, float]:
-    """How many times fewer tokens and how many times as fast with sharing; medians of pairs."""
+    """How many times fewer tokens sharing needs, and how many times as fast it is, by medians of pairs."""
     ratios: list[float] = []
     cpu_ratios: list[float] = []
     fewer_tokens = 0.0

@@ -1,4 +1,4 @@
-"""Draws the plots of docs/profile.md and docs/rollout.md on tokens that need not be run, from bench/results.
+"""Draws the plots in docs/profile.md and docs/rollout.md about tokens that need not be run, from bench/results.
 
 python bench/trainer/tokens_plot.py        # docs/tokens_{conversations,known}.png; nothing is measured
 """
@@ -24,7 +24,7 @@ WINDOW = 5
 
 
 def conversations(figure: Figure) -> None:
-    """Tokens of an update with each layout of the same episodes, and what PaW adds to them."""
+    """Tokens of an update for each layout of the same episodes, and those that PaW adds."""
     records = {}
     for record in read(RESULTS / "conversations.csv"):
         records[record["environment"], record["style"], record["rows"]] = record
@@ -55,8 +55,8 @@ def conversations(figure: Figure) -> None:
 
 
 def known(figure: Figure) -> None:
-    """Selected observations that are masked as a whole, and those that the rule predicts from the
-    update before."""
+    """Shares of selected observations that are fully masked, and that the rule predicts from the
+    previous update."""
     axes: Axes = figure.subplots()
     records = read(RESULTS / "masked_cpu.csv")
     updates = [int(record["update"]) for record in records]

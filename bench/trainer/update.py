@@ -1,7 +1,7 @@
-"""The trainer's own update, `paw.learn.optimize`, on given samples: seconds of each part, peak memory.
+"""The trainer's own update, `paw.learn.optimize`, on given samples: seconds of each part and peak memory.
 
-The learning rate is 0: AdamW does all its work and every update sees the same weights. Weights are
-random, of a shape that `paw.tools.plan.shapes` knows; nothing is downloaded.
+The learning rate is 0, so AdamW does all its work and every update sees the same weights. The weights
+are random, in a shape known to `paw.tools.plan.shapes`, and nothing is downloaded.
 """
 
 import sys
@@ -31,19 +31,19 @@ KEYS = {
     "policy.old_logp": "engine", "model.checkpointing": "none", "optim.minibatch_samples": "1000",
     "optim.name": "adamw",
 }  # fmt: skip
-"""Beside those of alfworld-grpo-paw: GRPO as TRL has it, one optimizer step an update."""
+"""Changes to alfworld-grpo-paw: GRPO as in TRL, with one optimizer step per update."""
 
 
 class Meter:
-    """Measures an update: time, peak memory, and the seconds of each part that `watch` names.
+    """Measures an update: time, peak memory, and the seconds of each part named by `watch`.
 
-    Memory counts from the moment at which the meter is made.
+    Memory counts from when the meter is made.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.parts: dict[str, float] = {}
-        """Seconds of each part, without those of the parts inside it."""
+        """Seconds of each part, excluding the parts inside it."""
         self.base_gib = 0.0
         if device.type == "cpu":
             self.base_gib = _process_gib("VmRSS")
@@ -51,7 +51,7 @@ class Meter:
             self.base_gib = torch.cuda.memory_allocated() / 2**30
 
     def watch(self, owner: Any, function_name: str, part: str) -> None:
-        """Replaces owner.name by the same function with a clock, whose time counts as `part`."""
+        """Wraps the function of `owner` in a clock whose time counts as `part`."""
         original = getattr(owner, function_name)
 
         @wraps(original)
@@ -68,10 +68,10 @@ class Meter:
         setattr(owner, function_name, timed)
 
     def measure(self, step: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """What `step()` returns, and what it took.
+        """Adds what `step()` took to what it returns.
 
-        seconds by the clock and cpu_s of processors, peak_gib over the memory at the start of the
-        meter, and the seconds of each part.
+        seconds: wall time. cpu_s: processor time. peak_gib: peak above the memory when the meter was
+        made. PART_s: seconds of each part.
         """
         self.parts.clear()
         self._reset_peak()
@@ -104,7 +104,7 @@ class Meter:
 
 
 def _process_gib(wanted_name: str) -> float:
-    """GiB of this process: the line `key` of /proc/self/status, in KiB there."""
+    """A size in /proc/self/status, which gives KiB, as GiB."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
         if name == wanted_name:
@@ -113,7 +113,7 @@ def _process_gib(wanted_name: str) -> float:
 
 
 def make_folder(model: str, folder: Path) -> str:
-    """Writes random weights of a known shape to the folder, unless it has a model."""
+    """Writes random weights of a known shape to the folder, unless it already has a model."""
     if not (folder / "config.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         random_model(load("alfworld-grpo-paw", KEYS | {"model.path": model}), folder)
@@ -124,9 +124,9 @@ def make_folder(model: str, folder: Path) -> str:
 def trainer(
     folder: str, *, dtype: str = "float32", threads: int = 2, keys: dict[str, str] | None = None
 ) -> Iterator[tuple[Run, Meter]]:
-    """A run with that model, to measure updates on, and a meter made before the model was loaded.
+    """A run of the model to measure updates on, and a meter made before the model was loaded.
 
-    `keys` are further keys of the configuration.
+    `keys` are additional keys of the configuration.
     """
     torch.set_num_threads(threads)
     meter = Meter(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -153,7 +153,7 @@ def trainer(
 
 
 def warm(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Gives the optimizer its state, by a step with gradients of zero; returns the optimizer."""
+    """Makes the optimizer allocate its state, by a step with zero gradients. Returns the optimizer."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -163,7 +163,7 @@ def warm(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def score(run: Run, samples: Sequence[Sample]) -> None:
-    """The log-prob pass: the sampler's log-probs, and the entropies for the selection."""
+    """The log-prob pass. Sets the samples' log-probs, and their entropies for the selection."""
     scores = run.log_probs(run.policy, list(samples))
     for sample, (logp, entropy) in zip(samples, scores.values(), strict=True):
         sample.sampled_logp = sample.old_logp = logp
@@ -171,7 +171,7 @@ def score(run: Run, samples: Sequence[Sample]) -> None:
 
 
 def choose(samples: Sequence[Sample], *, alpha: float = 0.75) -> None:
-    """Sets the samples' world-model weights as PaW selects them, with lambda 1."""
+    """Sets the samples' world-model weights by PaW's selection, with lambda 1."""
     groups = len({sample.group for sample in samples})
     selection = select(samples, alpha=alpha, weight=1.0, reward_max=1.0, n_groups=groups)
     for sample, weight in zip(samples, selection.weights, strict=True):
@@ -179,11 +179,11 @@ def choose(samples: Sequence[Sample], *, alpha: float = 0.75) -> None:
 
 
 def update(run: Run, samples: Sequence[Sample], *, paw: bool) -> dict[str, float]:
-    """One update, with the world model or without; loss and norm of the gradient."""
+    """One update, with or without the world model. Returns the loss and the gradient norm."""
     weighted = [replace(sample, wm_weight=sample.wm_weight * paw) for sample in samples]
     wm = run.config.wm.model_copy(update={"enabled": paw})
     config = run.config.model_copy(update={"wm": wm})
-    # With this metric no log-prob pass is missed, and the sampler is not compared.
+    # This metric marks the sampler as compared already, so the update does not compare it again.
     scored = replace(run, config=config, metrics={"health/sampler_mismatch": 0.0})
     metrics = learn.optimize(scored, weighted)
     return {"loss": metrics["policy/loss"], "grad_norm": metrics["optim/grad_norm"]}
