@@ -1,8 +1,8 @@
 """`make lines`: how long the core, each package, the tests and the benchmarks are.
 
 Prints how many lines the files have, and how many of them hold code (no blanks, comments or
-docstrings). The core is what `paw train` imports on a CPU for an environment of your own. It is found
-by running that command.
+docstrings). The core is what `paw train` imports on a CPU for an environment of your own. It is
+found by running that command.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """Runs the cells of a notebook in order: python bench/notebook.py examples/compare.ipynb [KEY=VALUE...]
 
-With --save, the outputs are written into the notebook. The KEY=VALUE pairs replace `words`, which the
-cell tagged "parameters" defines. Needs IPython: pip install 'paw-trainer[test]'.
+With --save, the outputs are written into the notebook. The KEY=VALUE pairs replace `words`, which
+the cell tagged "parameters" defines. Needs IPython: pip install 'paw-trainer[test]'.
 """
 
 import base64

@@ -3,9 +3,9 @@
     python bench/speed.py
 
 Measures processor seconds, which other work on the machine hardly affects. `paw --help` should take
-less than half a second, and a household should make more than 20,000 steps a second. Exits with 1 if
-either is too slow. Tests do not check the seconds, which differ from machine to machine, but what
-makes them possible: that no library is imported.
+less than half a second, and a household should make more than 20,000 steps a second. Exits with 1
+if either is too slow. Tests do not check the seconds, which differ from machine to machine, but
+what makes them possible: that no library is imported.
 """
 
 import os
@@ -30,7 +30,7 @@ REPEATS = 5
 
 
 def processor_seconds(*arguments: str) -> float:
-    """Processor seconds of a Python process, the best of REPEATS. The first may compile bytecode."""
+    """Processor seconds of a Python process, the best of REPEATS: the first may compile."""
     seconds = []
     for _ in range(REPEATS):
         process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)

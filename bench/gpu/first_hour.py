@@ -32,7 +32,8 @@ from paw.errors import clean, to_stderr
 
 LOGS = ROOT / "build" / "gpu"
 PAGE = ROOT / "docs" / "gpu.md"
-BEGIN, END = "<!-- python bench/gpu/first_hour.py --page -->", "<!-- end -->"
+BEGIN = "<!-- python bench/gpu/first_hour.py --page -->"
+END = "<!-- end -->"
 NOT_MEASURED = "not measured"
 TICK_S = 1.0
 """Seconds between two checks of a running part."""
@@ -135,11 +136,9 @@ def measure(
     """Run the chosen parts, write and print the table. Returns the exit code."""
     logs.mkdir(parents=True, exist_ok=True)
     measurements = {measurement.key: measurement for measurement in without_values(all_parts)}
-    measurements |= {
-        measurement.key: measurement
-        for measurement in earlier_measurements(table_path, facts)
-        if measurement.key in measurements
-    }
+    for earlier in earlier_measurements(table_path, facts):
+        if earlier.key in measurements:
+            measurements[earlier.key] = earlier
     exit_code = 0
     for number, part in enumerate(chosen, 1):
         cases = ", ".join(part.cases) if len(part.cases) < 3 else f"{len(part.cases)} cases"

@@ -5,8 +5,8 @@
 A server plays generated ALFWorld games. It runs on a second GPU if there is one; otherwise it takes
 SHARE of the memory of the trainer's GPU. The model has random weights, so its responses are as long
 as allowed and nothing is downloaded; "quickstart" is a tiny model. Writes the median seconds of an
-update and of its phases, leaving out updates in which the pipeline fills or empties. The results are
-written after each run, so the first is kept if the second fails.
+update and of its phases, leaving out updates in which the pipeline fills or empties. The results
+are written after each run, so the first is kept if the second fails.
 """
 
 import argparse
@@ -63,7 +63,7 @@ SMALL = {
 def settings(
     model_path: str, server_urls: list[str], folder: Path, *, gpus: int, is_small: bool
 ) -> dict[str, Any]:
-    """Keys of a run of the model at `model_path` with episodes played by the servers at `server_urls`."""
+    """Keys of a run of the model at `model_path`, with episodes played by the servers."""
     return (
         OPTIONS
         | (SMALL if is_small else LARGE)

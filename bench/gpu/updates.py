@@ -2,10 +2,11 @@
 
     python bench/gpu/updates.py --model Qwen2.5-0.5B --keys model.compile=true --out update.json
 
-The weights are random, in a shape known to `paw.tools.plan.shapes` ("quickstart" is a tiny one), and
-the tokens are random too, so nothing is downloaded. An update learns from GROUPS x MEMBERS turns. The
-turns of a group share the first three quarters of their prompts. The learning rate is 0, so every
-update is the same. Writes the medians of REPEATS updates after a first one, which compiles.
+The weights are random, in a shape known to `paw.tools.plan.shapes` ("quickstart" is a tiny one),
+and the tokens are random too, so nothing is downloaded. An update learns from GROUPS x MEMBERS
+turns. The turns of a group share the first three quarters of their prompts. The learning rate is 0,
+so every update is the same. Writes the medians of REPEATS updates after a first one, which
+compiles.
 """
 
 import argparse
@@ -29,7 +30,8 @@ GROUPS = 8
 MEMBERS = 8
 REPEATS = 3
 SIZES = {"shared": 1536, "own": 512, "response": 128, "observation": 20}
-"""Tokens of a turn: the shared and the own part of its prompt, then its response and observation."""
+"""Tokens of a turn: the shared and the own part of its prompt, then its response and
+observation."""
 SMALL = {"shared": 96, "own": 32, "response": 8, "observation": 4}
 """The same for the model "quickstart"."""
 SMALL_VOCABULARY = 200
@@ -37,7 +39,7 @@ VOCABULARY = 100_000
 
 
 def samples(sizes: dict[str, int], vocabulary: int) -> list[Sample]:
-    """GROUPS x MEMBERS turns of random tokens. Prompts of the same group begin with the same tokens."""
+    """GROUPS x MEMBERS turns of random tokens. Prompts of a group begin with the same tokens."""
     rng = random.Random(0)
 
     def ids(count: int) -> list[int]:

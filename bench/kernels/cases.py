@@ -45,7 +45,7 @@ class Case(NamedTuple):
     group: Group
     live: float
     dead: str
-    """How dead rows are handled: "" (none), "found" by the forward, or "known" (only live rows gathered)."""
+    """"" (no dead rows), "found" (by the forward) or "known" (only live rows are gathered)."""
     name: str
     mode: str
 
@@ -86,11 +86,10 @@ def groups(device: torch.device, quick: bool) -> list[Group]:
 
 def cases(group: Group, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """Every case of a group that can run on this device."""
-    our_names = [
-        f"paw[{implementation_name}]"
-        for implementation_name in BACKENDS
-        if why_not_backend(implementation_name, device, dtype) is None
-    ]
+    our_names = []
+    for backend in BACKENDS:
+        if why_not_backend(backend, device, dtype) is None:
+            our_names.append(f"paw[{backend}]")
     peer_names = [peer.name for peer in PEERS if peer.why_not(device) is None]
     for implementation_name in (*our_names, *peer_names):
         yield Case(group, live=1.0, dead="", name=implementation_name, mode=FORWARD)
@@ -237,9 +236,7 @@ def prepare(case: Case, problem: Problem) -> Prepared:
     functions = implementation(case, problem)
     backward = case.mode != FORWARD
     weight = problem.weight.detach().requires_grad_(backward)
-    inputs = [
-        hidden_copy.detach().requires_grad_(backward) for hidden_copy in copies(problem.hidden)
-    ]
+    inputs = [hidden.detach().requires_grad_(backward) for hidden in copies(problem.hidden)]
 
     def call(hidden: Tensor) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
         if case.mode == FORWARD:

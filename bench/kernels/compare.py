@@ -6,17 +6,17 @@
     python bench/kernels/compare.py --resume           # skips the cases that the file already has
     python bench/kernels/compare.py --plot bench/results/kernels_cpu.csv   # draws again, measures nothing
 
-Rows are appended to bench/results/kernels_<device>.csv as they are measured, so a run may be stopped
-at any time. At the end, the plots in docs/ are drawn. A case that fails gets a row with its error.
-In a checkout that is not installed, set PYTHONPATH=.:kernels.
+Rows are appended to bench/results/kernels_<device>.csv as they are measured, so a run may be
+stopped at any time. At the end, the plots in docs/ are drawn. A case that fails gets a row with its
+error. In a checkout that is not installed, set PYTHONPATH=.:kernels.
 
 Columns of a case:
-- ms, ms_low, ms_high: median, 20th and 80th percentile of timed calls after a warm-up. Cases that are
-  compared take turns. Inputs are random and not in the cache. A GPU is timed by CUDA events.
-- share: time of the bare matmuls that the case needs (1 + 2f passes, timed here on up to 4,096 rows),
-  divided by the time of the case.
-- peak_mib: what torch's allocator held above the inputs. beside_dw_mib: the same without a float32 dW
-  (4 V D bytes).
+- ms, ms_low, ms_high: median, 20th and 80th percentile of timed calls after a warm-up. Cases that
+  are compared take turns. Inputs are random and not in the cache. A GPU is timed by CUDA events.
+- share: time of the bare matmuls that the case needs (1 + 2f passes, timed here on up to 4,096
+  rows), divided by the time of the case.
+- peak_mib: what torch's allocator held above the inputs. beside_dw_mib: the same without a float32
+  dW (4 V D bytes).
 - error_*: errors against float64 (bench/kernels/problem.py). passes: whether they are at most twice
   those of plain torch in the same dtype, plus 1e-4.
 """
@@ -233,7 +233,7 @@ def problem_of(case: Case, dtype: torch.dtype, device: torch.device) -> Problem:
 
 
 def attempt(measurement: Callable[[], Result], device: torch.device) -> Result | Record:
-    """The result of the measurement, or a column with the first line of the error that it raised."""
+    """The result of the measurement, or a column with the first line of its error."""
     try:
         return measurement()
     except Exception as error:  # a peer may raise anything

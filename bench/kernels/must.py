@@ -2,9 +2,9 @@
 
     python bench/kernels/must.py        # writes them into docs/kernels.md and prints the first
 
-Predictions are those of bench/kernels/roofline.py for its best and its cautious machine. A measurement
-is that of our fastest backend in the tables of bench/kernels/compare.py, or "open" if no GPU has
-written one yet.
+Predictions are those of bench/kernels/roofline.py for its best and its cautious machine. A
+measurement is that of our fastest backend in the tables of bench/kernels/compare.py, or "open" if
+no GPU has written one yet.
 """
 
 import sys
@@ -34,11 +34,12 @@ from bench.kernels.roofline import (
 )
 
 DOCS = ROOT / "docs" / "kernels.md"
-BEGIN, END = "<!-- python bench/kernels/must.py -->", "<!-- end -->"
+BEGIN = "<!-- python bench/kernels/must.py -->"
+END = "<!-- end -->"
 QUACK_MS = 16.78
 LIGER_MS = 16.71
-"""Forward + backward at the reference point on an H200, as published by QuACK and Liger (for its CuTe
-kernel)."""
+"""Forward + backward at the reference point on an H200, as published by QuACK and Liger (for its
+CuTe kernel)."""
 REFERENCE_MS = 18.0
 """The limit at the reference point, f = 1."""
 
@@ -174,8 +175,8 @@ def best(
 ) -> float | None:
     """The smallest (or largest) value of our backends in forward + backward.
 
-    Cases whose dead rows are known beforehand do not count, nor do inaccurate ones. None if no record
-    is left.
+    Cases whose dead rows are known beforehand do not count, nor do inaccurate ones. None if no
+    record is left.
     """
     columns = {"head": head_name, "T": str(T), "live": str(live_share), "mode": BOTH}
     values = []
@@ -233,12 +234,11 @@ def memory_of(head_name: str) -> Callable[[Records, Records], float | None]:
 
 
 def row_op(_: Records, cpu_records: Records) -> float | None:
-    """Torch's milliseconds for the row statistics divided by ours on a CPU; None if either is missing."""
-    ms_by_implementation = {
-        record["implementation"]: float(record["ms"])
-        for record in cpu_records
-        if record["mode"] == "row statistics" and record["ms"]
-    }
+    """Torch's ms for the row statistics divided by ours on a CPU; None if either is missing."""
+    ms_by_implementation = {}
+    for record in cpu_records:
+        if record["mode"] == "row statistics" and record["ms"]:
+            ms_by_implementation[record["implementation"]] = float(record["ms"])
     if "torch" not in ms_by_implementation or "paw[cpu]" not in ms_by_implementation:
         return None
     return ms_by_implementation["torch"] / ms_by_implementation["paw[cpu]"]
@@ -343,11 +343,12 @@ def cpu_markdown() -> str:
 def both_modes(records: Records) -> Records:
     """The timed records of forward + backward and statistics + backward, except those whose dead
     rows are known."""
-    return [
-        record
-        for record in records
-        if record["mode"] in (BOTH, STATISTICS) and record["dead"] != "known" and record["ms"]
-    ]
+    timed_records = []
+    for record in records:
+        is_found = record["dead"] != "known"
+        if record["mode"] in (BOTH, STATISTICS) and is_found and record["ms"]:
+            timed_records.append(record)
+    return timed_records
 
 
 def time_and_memory(record: dict[str, str]) -> str:
@@ -397,7 +398,8 @@ CPU_MUSTS = (
 def over_fastest_peer(
     records: Records, head_name: str, mode: str, live_share: str
 ) -> tuple[float, float] | None:
-    """(speed relative to the fastest peer, share of bare matmuls), or None if either side is missing.
+    """(speed relative to the fastest peer, share of bare matmuls), or None if either side is
+    missing.
 
     Peers do the same work for every f. If none was timed beside ours, those at f = 1 count.
     """

@@ -2,8 +2,8 @@
 
 The loss is the cross-entropy of each row ([T] float32) if the peer returns it, otherwise the mean
 over rows. Peers cannot skip rows without a gradient, so they work on every row they are given. Each
-library is imported when its peer first runs; `why_not` says what is missing. Based on the sources of
-liger-kernel 0.8.5, quack-kernels 0.6.5, cut-cross-entropy 25.1.1, torch 2.13 and prime-rl.
+library is imported when its peer first runs; `why_not` says what is missing. Based on the sources
+of liger-kernel 0.8.5, quack-kernels 0.6.5, cut-cross-entropy 25.1.1, torch 2.13 and prime-rl.
 """
 
 import importlib.metadata
@@ -117,7 +117,7 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def quack(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Chunks of 4,096 rows, with the scaled-exponential pipeline on Hopper if V is a multiple of 128."""
+    """Chunks of 4,096 rows. If V is a multiple of 128, Hopper has a scaled-exponential pipeline."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     return chunked_linear_cross_entropy(hidden, weight, target)
@@ -147,12 +147,12 @@ class _TiledLogProbs(torch.autograd.Function):
             at_target = torch.zeros(target_tile.shape, device=hidden_tile.device)
             for columns in _blocks(weight.shape[0], VOCABULARY):
                 logits_tile = (hidden_tile @ weight[columns].t()).float()
-                new_top = torch.maximum(largest_logit, logits_tile.amax(1))
-                shrink = (largest_logit - new_top).exp()
-                exponentials = (logits_tile - new_top[:, None]).exp()
+                new_largest = torch.maximum(largest_logit, logits_tile.amax(1))
+                shrink = (largest_logit - new_largest).exp()
+                exponentials = (logits_tile - new_largest[:, None]).exp()
                 exp_sum = exp_sum * shrink + exponentials.sum(1)
                 weighted_sum = weighted_sum * shrink + (exponentials * logits_tile).sum(1)
-                largest_logit = new_top
+                largest_logit = new_largest
                 inside, column = _within(target_tile, columns)
                 at_target += logits_tile.gather(1, column[:, None]).squeeze(1) * inside
             log_sum[rows] = largest_logit + exp_sum.log()
@@ -173,9 +173,8 @@ class _TiledLogProbs(torch.autograd.Function):
             upstream = d_logp[rows]
             for columns in _blocks(weight.shape[0], VOCABULARY):
                 weight_tile = weight[columns]
-                probabilities = (
-                    (hidden_tile @ weight_tile.t()).float() - log_sum[rows, None]
-                ).exp()
+                logits_tile = (hidden_tile @ weight_tile.t()).float()
+                probabilities = (logits_tile - log_sum[rows, None]).exp()
                 inside, column = _within(target_tile, columns)
                 d_logits = -upstream[:, None] * probabilities
                 d_logits.scatter_add_(1, column[:, None], (upstream * inside)[:, None])

@@ -97,7 +97,8 @@ def tokens_axis(axes: Axes, counts: list[int]) -> None:
 
 
 def by_tokens(records: Records, implementation: str, live_share: str = "1.0") -> Records:
-    """Records of forward + backward of an implementation at HEAD with that share of live rows, by T.
+    """Records of forward + backward of an implementation at HEAD with that share of live rows, by
+    T.
 
     Leaves out the cases in which dead rows were known before the forward.
     """
@@ -294,7 +295,8 @@ def memory(measured: Records, predicted: Records) -> Figure:
 
     counts = token_counts(measured or predicted)
     first_record = next(record for record in predicted if record["head"] == HEAD)
-    D, V = int(first_record["D"]), int(first_record["V"])
+    D = int(first_record["D"])
+    V = int(first_record["V"])
     logits_gib = [2 * T * V / 2**30 for T in counts]
     d_weight_gib = [4 * D * V / 2**30 for _ in counts]
     for y_values, label in ((logits_gib, "logits, bf16"), (d_weight_gib, "dW, float32")):

@@ -71,7 +71,7 @@ class Problem:
     checked: Tensor
     """[n] int64: rows whose d_hidden is compared."""
     words: Tensor
-    """[m] int64: tokens whose rows of d_weight are compared; half of them are targets of live rows."""
+    """[m] int64: tokens whose rows of d_weight are compared; half are targets of live rows."""
 
     @cached_property
     def plain(self) -> "Errors":
@@ -106,8 +106,8 @@ class Problem:
 class Errors:
     """Errors against float64; None if the implementation does not return that result.
 
-    loss and logp: the largest absolute error, in nats. Gradients: the norm of the difference divided
-    by the norm of the true gradient.
+    loss and logp: the largest absolute error, in nats. Gradients: the norm of the difference
+    divided by the norm of the true gradient.
     """
 
     loss: float | None = None
@@ -129,9 +129,9 @@ def make_problem(
 ) -> Problem:
     """A problem in which round(live T) rows have a gradient.
 
-    `known`: whether the other rows are known before the forward, so that only live rows are gathered.
-    Raises ValueError if D is too small to make rows live or dead, because other rows of the weight
-    then point in the same direction as the target's.
+    `known`: whether the other rows are known before the forward, so that only live rows are
+    gathered. Raises ValueError if D is too small to make rows live or dead, because other rows of
+    the weight then point in the same direction as the target's.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -191,7 +191,7 @@ def check_rows(logp: Tensor, alive: Tensor, dead: Tensor, *, D: int, V: int) -> 
 
 
 def make_tokens(alive: Tensor, logp: Tensor, generator: torch.Generator) -> Tokens:
-    """What the loss reads. Every second live row belongs to a response with an advantage of 1 or -1."""
+    """What the loss reads. Every second live row is an action with an advantage of 1 or -1."""
     T = len(logp)
     observation = torch.ones(T, dtype=torch.bool, device=logp.device)
     observation[alive[::2]] = False

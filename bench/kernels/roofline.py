@@ -42,7 +42,8 @@ ROOMY_BYTES = 2400 << 20
 """The same in paw_kernels._rows, with eight times as much free memory."""
 STATISTICS_BYTES = 96 << 20
 """Limit of a chunk in paw_kernels._triton, without gradients."""
-TILE_ROWS, TILE_COLS = 128, 256
+TILE_ROWS = 128
+TILE_COLS = 256
 TILE_BYTES = 16
 """Bytes of statistics that a row stores for each tile of the vocabulary."""
 TILE_WARPS = 8
@@ -69,8 +70,8 @@ class Machine:
     ghz: float = 1.755
     """Clock under load."""
     tile_instructions: int = 1307
-    """Instructions of each warp on a tile, besides its products: bench/results/triton_aot.csv, bfloat16,
-    128,256 x 4,096."""
+    """Instructions of each warp on a tile, besides its products: bench/results/triton_aot.csv,
+    bfloat16, 128,256 x 4,096."""
     issue: float = 1.0
     """Instructions that each scheduler issues per cycle during such an epilogue."""
     overlap: bool = True
@@ -95,8 +96,8 @@ B200 = Machine(
     ghz=1.8,
     tile_instructions=1092,
 )
-"""All of this is assumed: that cuBLAS is as fast as Liger's whole head, 90 % of the data sheet's bytes
-per second, Triton's rate and the clock."""
+"""All of this is assumed: that cuBLAS is as fast as Liger's whole head, 90 % of the data sheet's
+bytes per second, Triton's rate and the clock."""
 
 
 class Term(NamedTuple):
@@ -247,8 +248,8 @@ def paw(
 def paw_cuda(T: int, D: int, V: int, live: float) -> list[Term]:
     """The terms of the backend `cuda` in bf16.
 
-    cuBLAS writes the logits in float32. One row operation computes the statistics; another reads the
-    logits again and writes dL/dz in bf16.
+    cuBLAS writes the logits in float32. One row operation computes the statistics; another reads
+    the logits again and writes dL/dz in bf16.
     """
     chunk_sizes = chunks(T, cuda_chunk_rows(T, V))
     terms = [Term("wait", launches=LAUNCHES)]
@@ -365,8 +366,8 @@ def peer(name: str, T: int, D: int, V: int) -> list[Term]:
 def paw_memory(T: int, D: int, V: int) -> dict[str, float]:
     """GiB that a step at f = 1 holds: "peak" beside the inputs and "total".
 
-    "total" is the sum of dW. It is in float32, or in bf16 if there is only one chunk, because the sum
-    is then the result.
+    "total" is the sum of dW. It is in float32, or in bf16 if there is only one chunk, because the
+    sum is then the result.
     """
     chunk_size = chunk_rows(T, D, V)
     row_bytes = TILE_BYTES * ceil_div(V, TILE_COLS) + 2 * V + 6 * D

@@ -4,8 +4,8 @@
     python bench/kernels/triton_aot.py --tabled all  only what the table uses, as JSON lines on standard output
 
 The backend runs on tensors without data. Its launches are recorded and compiled ahead of time for
-each architecture, with the specialisations of a real launch. bench/results/triton_aot.csv gets a line
-for each kernel and keeps the lines of other versions of Triton.
+each architecture, with the specialisations of a real launch. bench/results/triton_aot.csv gets a
+line for each kernel and keeps the lines of other versions of Triton.
 """
 
 import argparse
@@ -48,7 +48,8 @@ QWEN = {"V": 151_936, "D": 2048, "bias": True}
 GEMMA = {"V": 256_000, "D": 2304, "softcap": 30.0, "n": 2048}
 """Gemma 2 2B, with a soft cap."""
 SHALLOW = {"V": 151_936, "D": 64, "bias": True}
-"""A single step of depth. Without a loop over depth, the compiler may pipeline the tiles instead."""
+"""A single step of depth. Without a loop over depth, the compiler may pipeline the tiles
+instead."""
 FLOAT32 = {"dtype": "float32", "n": 2048}
 CASES = {
     "sm_80": [{}, {"gradients": False}, QWEN, FLOAT32, GEMMA],
@@ -219,7 +220,8 @@ def specialised(kernel: Any, values: dict[str, Any]) -> ASTSource:
     attributes: dict[tuple[int], Any] = {}
     for position, parameter in enumerate(kernel.params):
         argument = values[parameter.name]
-        parameter_type, type_hint = "constexpr", None
+        parameter_type = "constexpr"
+        type_hint = None
         if not parameter.is_constexpr:
             specialise = not parameter.do_not_specialize
             parameter_type, type_hint = native_specialize_impl(
@@ -260,8 +262,8 @@ def machine_code(cubin: bytes) -> dict[str, int | None]:
 def shortest_loop(code: list[tuple[int, str]], through: str) -> int | None:
     """Instructions of the shortest path from the first instruction of that name back to itself.
 
-    None if there is no such path. In the forward kernel this is a warp's work on a tile that holds no
-    target and is not the last, with one step of depth.
+    None if there is no such path. In the forward kernel this is a warp's work on a tile that holds
+    no target and is not the last, with one step of depth.
     """
     start = next(
         (index for index, (_, instruction) in enumerate(code) if through in instruction), None
@@ -282,7 +284,7 @@ def shortest_loop(code: list[tuple[int, str]], through: str) -> int | None:
 
 
 def successors(code: list[tuple[int, str]]) -> list[list[int]]:
-    """The instructions that may follow each one: the next one, the target of its branch, or both."""
+    """The instructions that may follow each one: the next, the target of its branch, or both."""
     index_of = {address: index for index, (address, _) in enumerate(code)}
     next_instructions = []
     for index, (_, instruction) in enumerate(code):

@@ -5,9 +5,9 @@
 
 The trainer and the server have a core each. The model has had a single step of the quickstart's
 warm-up, so it does not end its responses; with OPTIONS, an update then takes about as long as its
-episodes. The server is started once, and the runs take turns. Writes bench/results/ahead_cpu.csv: for
-each run, the median seconds of an update and of its phases. The first two updates and the last, in
-which the pipeline fills and empties, are left out. Prints the ratio of the medians.
+episodes. The server is started once, and the runs take turns. Writes bench/results/ahead_cpu.csv:
+for each run, the median seconds of an update and of its phases. The first two updates and the last,
+in which the pipeline fills and empties, are left out. Prints the ratio of the medians.
 
 The second command trains the quickstart with seeds 0, 1 and 2 on episodes that are all one update
 old, the oldest that rollout.ahead = 1 allows. It writes bench/results/ahead_learning.csv. The same
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def compare_speed(updates: int, repeats: int, overrides: list[str]) -> None:
-    """Trains with ahead = 0 and 1 in turn, with the server on one core and the trainer on another."""
+    """Trains with ahead = 0 and 1 in turn. The server has one core, the trainer another."""
     model_path = Path(paw("warmup", "quickstart", *flags(MODEL)).splitlines()[-1])
     os.environ["OMP_NUM_THREADS"] = "1"
     max_prompt = load("quickstart").rollout.max_prompt_tokens

@@ -7,15 +7,16 @@
 
 A model is a shape with random weights (by default the quickstart's) or a folder.
 
-The modes take turns within a run, and each repeat has different episodes (bench/rollout/simulation.py):
-`reference` is the lock-step of the reference code, which keeps generating for finished episodes until
-the last one ends; `lock-step` generates only for live episodes; `continuous` is what training does.
-The exit code is 1 if tokens differ from those of the repeat's first play, or if log-probs differ by
-more than rounding. In bfloat16 they may; the table says on how many turns.
+The modes take turns within a run, and each repeat has different episodes
+(bench/rollout/simulation.py): `reference` is the lock-step of the reference code, which keeps
+generating for finished episodes until the last one ends; `lock-step` generates only for live
+episodes; `continuous` is what training does. The exit code is 1 if tokens differ from those of the
+repeat's first play, or if log-probs differ by more than rounding. In bfloat16 they may; the table
+says on how many turns.
 
 Writes bench/results/rollout_<cpu|gpu>.csv and docs/rollout_<cpu|gpu>.png. An engine step is one
-forward pass for all running requests. env_steps_s: turns of live episodes per second. cpu_s: processor
-time of the whole process.
+forward pass for all running requests. env_steps_s: turns of live episodes per second. cpu_s:
+processor time of the whole process.
 """
 
 import argparse
@@ -225,7 +226,7 @@ def turns_of(groups: list[Group]) -> list[Turn]:
 
 
 def difference(first: list[Group], other: list[Group]) -> dict[str, float]:
-    """The number of turns with the same tokens, and the largest difference of their log-probs in nats."""
+    """Number of turns with the same tokens, and their largest difference of log-probs in nats."""
     same_turns = 0
     logp_difference = 0.0
     for turn, other_turn in zip(turns_of(first), turns_of(other), strict=True):

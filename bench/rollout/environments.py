@@ -4,9 +4,9 @@
     chrt -f 5 python bench/rollout/environments.py   the same, if other programs compete for the core
     python bench/rollout/environments.py --profile   where the time of the first case goes
 
-Each environment step sleeps for a second, as if it waited for a sandbox. The engine answers at once,
-so the scheduler, the environments and the prompts are measured, on one core. In the set-up cases,
-environments take ten seconds to set up and make one step.
+Each environment step sleeps for a second, as if it waited for a sandbox. The engine answers at
+once, so the scheduler, the environments and the prompts are measured, on one core. In the set-up
+cases, environments take ten seconds to set up and make one step.
 """
 
 import argparse

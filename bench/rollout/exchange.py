@@ -6,9 +6,9 @@ Rows are random, with ALFWorld's sizes under the paper's limits: prompts of 450 
 100, observations of 20, 50 turns per episode, and texts of 4 characters per token. Each measurement
 starts new processes, connected by gloo. They share what they have played, compute samples and
 advantages, and make the micro-batches of the scoring pass and of the optimizer's pass. With "all",
-every rank first gets the turns of all ranks. Writes bench/results/exchange_cpu.csv: for each rank, the
-wall and processor seconds since a common start, and the GiB of the process before the update, at its
-peak and at the end. A first update, of one group per rank, is not measured.
+every rank first gets the turns of all ranks. Writes bench/results/exchange_cpu.csv: for each rank,
+the wall and processor seconds since a common start, and the GiB of the process before the update,
+at its peak and at the end. A first update, of one group per rank, is not measured.
 """
 
 import argparse
@@ -166,8 +166,8 @@ def cut(
     device = torch.device("cpu")
     tokens_of(micro_batches(share_of_all, packing, with_observation=False, device=device))
     held = samples.held() if isinstance(samples, SharedSamples) else range(len(samples))
-    for i in held:
-        samples[i].old_logp = samples[i].sampled_logp
+    for index in held:
+        samples[index].old_logp = samples[index].sampled_logp
     assign(samples, "wm_weight", 1.0 - np.arange(len(samples)) % 2)
     batches = micro_batches(share_of_all, packing, with_observation=True, device=device)
     return samples, tokens_of(batches)

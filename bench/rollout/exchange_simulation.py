@@ -3,11 +3,11 @@
     python bench/rollout/exchange_simulation.py [--tokens 160000000] [--ranks 8 64 512]
 
 A single process acts as the first rank and runs a rank's own code. What the other ranks would send
-is made up, with the sizes of bench/rollout/exchange.py. The columns of all turns and the placement of
-rows are computed in full; the rows themselves are counted instead of sent. Writes
-bench/results/exchange_simulated.csv: the processor seconds of each part (`own_s` makes the samples of
-the turns that the rank has played), the MiB of the columns of all turns, and the MiB of rows that a
-rank plays, and that it gets and computes at most.
+is made up, with the sizes of bench/rollout/exchange.py. The columns of all turns and the placement
+of rows are computed in full; the rows themselves are counted instead of sent. Writes
+bench/results/exchange_simulated.csv: the processor seconds of each part (`own_s` makes the samples
+of the turns that the rank has played), the MiB of the columns of all turns, and the MiB of rows
+that a rank plays, and that it gets and computes at most.
 """
 
 import argparse
@@ -230,7 +230,7 @@ def tell_episodes(groups: list[Group], ranks: Any) -> None:
 
 
 def make_groups(episode_count: int, world_size: int) -> list[Group]:
-    """Groups of episodes of 30 to 50 turns. Ranks play blocks of them; only the first rank's have tokens."""
+    """Groups of episodes of 30 to 50 turns, dealt to ranks in blocks. Only rank 0's have tokens."""
     rng = np.random.default_rng(1)
     group_count = episode_count // MEMBERS
     groups: list[Group] = []

@@ -52,8 +52,8 @@ def ratios(records: Records, mode: str, column: str) -> list[float]:
 def markdown(table_path: Path) -> str:
     """A line for each case: medians over plays, then how many times better continuous was.
 
-    The latter compares plays of the same episodes. It is given as "median (worst .. best)" relative to
-    lock-step, and as the median relative to reference.
+    The latter compares plays of the same episodes. It is given as "median (worst .. best)" relative
+    to lock-step, and as the median relative to reference.
     """
     table_lines = [
         "| model, environments | plays | engine steps | environment steps/s | fewer steps | less time | less CPU |",

@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python bench/rollout/retriever.py [--bm25 20000] [--dense 1000]
 
-Writes bench/results/retriever_cpu.csv. `index` reads, checks and indexes a JSONL file; `reopen` opens
-the index that this left in the cache. `process` searches for `batch` queries per call. `http` is a real
-`paw serve retriever` with 16 client threads on the same processors, one query per request. cpu_s:
-processor time of this process (for http, of the clients alone). recall3: share of questions for which
-the first of their two documents is among the three found.
+Writes bench/results/retriever_cpu.csv. `index` reads, checks and indexes a JSONL file; `reopen`
+opens the index that this left in the cache. `process` searches for `batch` queries per call. `http`
+is a real `paw serve retriever` with 16 client threads on the same processors, one query per
+request. cpu_s: processor time of this process (for http, of the clients alone). recall3: share of
+questions for which the first of their two documents is among the three found.
 """
 
 import argparse

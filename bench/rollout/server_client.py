@@ -36,16 +36,16 @@ CASES = ((1, 500), (64, 1000), (1000, 4000), (10_000, 20_000))
 def response_body() -> bytes:
     """An answer in the format of vLLM's /inference/v1/generate."""
     token_ids = list(range(RESPONSE_TOKENS))
-    logprobs = [
-        {
+    logprobs = []
+    for token_id in token_ids:
+        token_logprob = {
             "token": f"token_id:{token_id}",
             "token_id": token_id,
             "logprob": -0.51234,
             "bytes": None,
             "top_logprobs": [],
         }
-        for token_id in token_ids
-    ]
+        logprobs.append(token_logprob)
     choice = {
         "index": 0,
         "token_ids": token_ids,
@@ -94,7 +94,7 @@ class FakeServer(asyncio.Protocol):
 
 
 def serve(connection: Any, pause_s: float) -> None:
-    """Run a FakeServer; sends its port through `pipe`, and for each message the connections so far."""
+    """Run a FakeServer. Sends its port, then, for each message, the number of connections."""
     raise_file_limit(MAX_FILES)
     body = response_body()
     headers = (

@@ -1,8 +1,8 @@
 """Simulated environments of realistic lengths, and an engine that gives every request its own length.
 
-Prompts have 200 to 400 tokens, of which a group shares the first 160. Responses are log-normal around
-55 tokens, from 10 to 200. Episodes have 5 to 50 turns, and a third of them reach the limit. Everything
-is determined by the seeds and the responses.
+Prompts have 200 to 400 tokens, of which a group shares the first 160. Responses are log-normal
+around 55 tokens, from 10 to 200. Episodes have 5 to 50 turns, and a third of them reach the limit.
+Everything is determined by the seeds and the responses.
 """
 
 import time
@@ -190,7 +190,7 @@ class Meter(Engine):
         return [completion for completion in completions if completion.key >= 0]
 
     def _submit_for_finished(self, environment: SimulatedEnvironment) -> None:
-        """Submit one more turn of an episode that is over. Its negative key marks it to be thrown away."""
+        """Submit another turn of a finished episode. Its negative key marks it for discarding."""
         request = Request(
             key=-1 - environment.number,
             prompt_ids=self.chat.prompt_ids(environment.context()),

@@ -3,8 +3,8 @@
     python bench/rollout/terminal_steps.py [--commands 300]
 
 The environment itself keeps one sandbox and starts a new bash in it for each command. Writes
-bench/results/terminal_steps_cpu.csv. "turns" are complete turns of generated tasks (prompt, command,
-files, check), played by the oracle with 30 % random commands.
+bench/results/terminal_steps_cpu.csv. "turns" are complete turns of generated tasks (prompt,
+command, files, check), played by the oracle with 30 % random commands.
 """
 
 import argparse

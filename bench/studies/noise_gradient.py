@@ -2,14 +2,15 @@
 
     python bench/studies/noise_gradient.py runs/quickstart --tasks 16
 
-The paper (arXiv 2606.02388) compares cross-entropy with MAE on WebShop, before the mask. Let p be the
-probability of an observation token y, e_y its one-hot vector and z the logits. Then each loss has
+The paper (arXiv 2606.02388) compares cross-entropy with MAE on WebShop, before the mask. Let p be
+the probability of an observation token y, e_y its one-hot vector and z the logits. Then each loss
+has
 
     |dL/dlog p| = g,    ||dL/dz|| = g ||e_y - softmax(z)||,    g = 1 (ce), p^q (gce), p (mae), p [p <= rho] (cmae)
 
 Both are summed over tokens of equal weight, leaving out 1/|o|, lambda and the selection by entropy.
-No public text that we found says which of the two the figure shows, what its values are, or what the
-exact rules of A.4 are. Writes noise.csv, noise.md and noise.png.
+No public text that we found says which of the two the figure shows, what its values are, or what
+the exact rules of A.4 are. Writes noise.csv, noise.md and noise.png.
 """
 
 import argparse
@@ -71,8 +72,8 @@ class Token(NamedTuple):
 
 
 def household(prompt: str, action: str, observation: str) -> list[tuple[int, int]]:
-    """What lies in a place: the list after "you see", unless the prompt already shows the place with
-    the same list."""
+    """What lies in a place: the list after "you see", unless the prompt already shows the place
+    with the same list."""
     return [match.span(1) for match in LISTED.finditer(observation) if match[0] not in prompt]
 
 
@@ -302,7 +303,7 @@ gce with q = {q:g}. The paper: arXiv 2606.02388, Figure 2c; its values are in no
 
 @styled
 def on_noise(records: Sequence[Record]) -> Figure:
-    """Bars by stage: the share of tokens that are noise, then noise's share of each loss's gradient."""
+    """Bars by stage: noise's share of the tokens, then of each loss's gradient."""
     noise_records = [record for record in records if record["class"] == "noise"]
     stages = list(dict.fromkeys(record["stage"] for record in noise_records))
     width = 0.8 / len(stages)

@@ -4,10 +4,10 @@
         wm.weight=0 advantage.type=bench/studies/prediction_reward.py:grpo
         run.callbacks=bench/studies/prediction_reward.py:Prediction"
 
-`bonus` times the mean probability of its observation tokens, under the policy that played it, is added
-to the score of an episode. GRPO then divides by the standard deviation of the group as usual. With
-`advantage.penalty_only = "keep"`, a group that never wins learns from prediction alone, with advantages
-of full size.
+`bonus` times the mean probability of its observation tokens, under the policy that played it, is
+added to the score of an episode. GRPO then divides by the standard deviation of the group as usual.
+With `advantage.penalty_only = "keep"`, a group that never wins learns from prediction alone, with
+advantages of full size.
 """
 
 import math
@@ -55,7 +55,7 @@ def grpo(
 
 
 def mean_probabilities(run: Any, samples: Sequence[Sample]) -> dict[int, float]:
-    """Trajectory -> mean probability of its observation tokens. The last turn has none as targets."""
+    """Trajectory -> mean probability of its observation tokens. The last turn has none."""
     predictions = [as_response(sample) for sample in samples if len(sample.observation_ids)]
     rated = log_probs(run.policy, predictions, run.packing, temperature=1.0)
 
@@ -69,7 +69,7 @@ def mean_probabilities(run: Any, samples: Sequence[Sample]) -> dict[int, float]:
 
 
 def as_response(sample: Sample) -> Sample:
-    """The sample with its observation as the response, so that `log_probs` rates the observation."""
+    """The sample with its observation as response, so that `log_probs` rates the observation."""
     return replace(
         sample,
         prompt_ids=np.concatenate([sample.prompt_ids, sample.response_ids, sample.separator_ids]),

@@ -3,12 +3,12 @@
     python bench/studies/pretrained.py [--folder runs/smollm2]      # ten minutes on a core
 
 Writes bench/results/smollm2.csv. The model is fine-tuned on 192 turns of expert play in small
-generated household games, and then plays 32 episodes of other games. Both models are measured on TURNS
-turns of each episode, spread evenly. `head` and `hidden` are norms of a loss's gradient in the head's
-weights and in the hidden states that the head reads, summed over groups and divided by another loss's.
-Rewards include penalties for invalid actions, as in the reference code. No sample is left out or
-weighted (lambda 1). Intervals are bootstrapped over episodes, or over groups for the norms. Whatever
-the folder already contains is not made again.
+generated household games, and then plays 32 episodes of other games. Both models are measured on
+TURNS turns of each episode, spread evenly. `head` and `hidden` are norms of a loss's gradient in
+the head's weights and in the hidden states that the head reads, summed over groups and divided by
+another loss's. Rewards include penalties for invalid actions, as in the reference code. No sample
+is left out or weighted (lambda 1). Intervals are bootstrapped over episodes, or over groups for the
+norms. Whatever the folder already contains is not made again.
 """
 
 import argparse
@@ -139,7 +139,7 @@ def measure(path: Path, episodes: Path) -> tuple[Parts, int]:
 def choose_turns(
     groups: list[Group], chat: Chat, *, max_tokens: int
 ) -> tuple[list[Sample], list[list[bool]]]:
-    """TURNS samples of each episode that have an observation, and which of their tokens are noise."""
+    """TURNS samples of each episode that have an observation, and which tokens are noise."""
     encode = partial(chat.observation_ids, max_tokens=max_tokens)
     samples = to_samples(
         groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.1
@@ -306,8 +306,8 @@ def add_episode(parts: Parts, turns: list[RatedTurn]) -> None:
 
 
 def intervals(parts: Parts) -> dict[str, tuple[float, float, float, int]]:
-    """Measure -> (ratio of sums, low and high end of its 95 % bootstrap interval, number of episodes
-    or groups)."""
+    """Measure -> (ratio of sums, low and high end of its 95 % bootstrap interval, number of
+    episodes or groups)."""
     rng = np.random.default_rng(0)
     result = {}
     for measure_name, fractions in parts.items():

@@ -6,9 +6,9 @@
 The second command writes the minutes of a run that had the machine to itself (`make train`) to
 quickstart_alone.csv. The first writes bench/results/quickstart.csv (one line per evaluation, with
 device and versions), quickstart_t04.csv (the same games before and after training, at the paper's
-temperature of 0.4) and docs/learning_curve.png. For another recipe it writes two files of that name,
-such as quickstart_long.csv and quickstart_long_t04.csv. Seeds that already have a finished run are not
-trained again; their results are read.
+temperature of 0.4) and docs/learning_curve.png. For another recipe it writes two files of that
+name, such as quickstart_long.csv and quickstart_long_t04.csv. Seeds that already have a finished
+run are not trained again; their results are read.
 """
 
 import argparse

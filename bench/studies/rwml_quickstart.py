@@ -3,10 +3,10 @@
     python bench/studies/rwml_quickstart.py [--folder runs/rwml]
 
 Writes bench/results/rwml_quickstart.csv, and rwml_filter.txt with the output of the filter of easy
-triplets. All models come from one warmed-up quickstart model, which has never predicted next states:
-`start` is fine-tuned on a tenth of its triplets, `rwml` is `start` after GRPO on next states, and the
-baseline `wm-sft` is fine-tuned on all training triplets. Whatever the folder already contains is not
-made again.
+triplets. All models come from one warmed-up quickstart model, which has never predicted next
+states: `start` is fine-tuned on a tenth of its triplets, `rwml` is `start` after GRPO on next
+states, and the baseline `wm-sft` is fine-tuned on all training triplets. Whatever the folder
+already contains is not made again.
 """
 
 import argparse

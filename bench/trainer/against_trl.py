@@ -3,20 +3,20 @@
     pip install --no-deps --target trl trl==1.16.0       # beside this package's own transformers and accelerate
     PYTHONPATH=trl python bench/trainer/against_trl.py        # --dtype bfloat16, --style conversations, --rounds 3
 
-Each side runs in its own process. The sides take turns, so that other load on the machine affects both.
-Every call adds its rounds to bench/results/trainer_vs_trl_cpu.csv, one step at a time, and draws
-docs/trainer_vs_trl.png. --fresh first drops the rounds of the same model, dtype and style. A process's
-first step is not measured. On a GPU the same command writes trainer_vs_trl_gpu.csv; it has not been run
-there yet. Exits with 1 if the losses or gradient norms of the sides differ.
+Each side runs in its own process. The sides take turns, so that other load on the machine affects
+both. Every call adds its rounds to bench/results/trainer_vs_trl_cpu.csv, one step at a time, and
+draws docs/trainer_vs_trl.png. --fresh first drops the rounds of the same model, dtype and style. A
+process's first step is not measured. On a GPU the same command writes trainer_vs_trl_gpu.csv; it
+has not been run there yet. Exits with 1 if the losses or gradient norms of the sides differ.
 
-TRL runs as in its GRPOTrainer: with its collation, `training_step`, clipping and AdamW, and with its
-fused head; without gradient checkpointing and without a log-prob pass of its own (the old log-probs are
-those of the step, as when it samples with transformers). TRL has no packing. One thing favours TRL
-here: each micro-batch is padded to its own longest sequence, whereas TRL pads to the longest of the
-update. On a CPU, TRL's head also runs over prompts and padding. "TRL, completions only" leaves them
-out, as TRL does on a GPU, by changing the one switch in its code that no setting reaches. "compiled"
-means `model.compile` here and `torch_compile` in TRL. "TRL, compiled" takes minutes to compile and only
-runs if it is named.
+TRL runs as in its GRPOTrainer: with its collation, `training_step`, clipping and AdamW, and with
+its fused head; without gradient checkpointing and without a log-prob pass of its own (the old
+log-probs are those of the step, as when it samples with transformers). TRL has no packing. One
+thing favours TRL here: each micro-batch is padded to its own longest sequence, whereas TRL pads to
+the longest of the update. On a CPU, TRL's head also runs over prompts and padding. "TRL,
+completions only" leaves them out, as TRL does on a GPU, by changing the one switch in its code that
+no setting reaches. "compiled" means `model.compile` here and `torch_compile` in TRL. "TRL,
+compiled" takes minutes to compile and only runs if it is named.
 """
 
 import argparse
@@ -81,8 +81,8 @@ def make_samples(style: str, *, vocabulary: int = 49_000) -> list[Sample]:
     """SEQUENCES episodes of random tokens, as samples.
 
     turns: one turn per episode, with a prompt, a response and an observation of ALFWorld's sizes
-    (`paw.tools.plan.plan`). conversations: four turns with about as many tokens in all, to which PaW
-    adds none.
+    (`paw.tools.plan.plan`). conversations: four turns with about as many tokens in all, to which
+    PaW adds none.
     """
     rng = random.Random(0)
 
@@ -121,7 +121,7 @@ def episodes(samples: list[Sample]) -> list[list[Sample]]:
 
 
 def row_lengths(samples: list[Sample]) -> list[int]:
-    """Tokens of each episode up to its last response, without padding and without those PaW adds."""
+    """Tokens of each episode up to its last response, without padding or those PaW adds."""
     last_samples = [episode[-1] for episode in episodes(samples)]
     return [len(sample.prompt_ids) + len(sample.response_ids) for sample in last_samples]
 
@@ -147,7 +147,7 @@ def trl(
     folder: str, dtype: str, samples: list[Sample], *, liger: bool, compiled: bool
 ) -> Iterator[Any]:
     """TRL's step as a function of the side's name, and its meter."""
-    sys.modules["vllm"] = None  # type: ignore[assignment]  # it is not used here and takes a minute to import
+    sys.modules["vllm"] = None  # type: ignore[assignment]  # unused, a minute to import
     import trl.trainer.utils as internals
 
     on_cpu = not torch.cuda.is_available()
@@ -313,8 +313,11 @@ def main() -> int:
     )
     options = parser.parse_args()
     if any("TRL" in side for side in options.sides) and not find_spec("trl"):
-        print("trl is not installed: pip install --no-deps --target trl trl==1.16.0, then PYTHONPATH=trl, "
-              "or leave TRL out: --sides GRPO 'GRPO + PaW'", file=sys.stderr)  # fmt: skip
+        print(
+            "trl is not installed: pip install --no-deps --target trl trl==1.16.0, then PYTHONPATH=trl, "
+            "or leave TRL out: --sides GRPO 'GRPO + PaW'",
+            file=sys.stderr,
+        )
         return 2
     os.environ["HF_HUB_OFFLINE"] = "1"  # inherited by the processes, so that they look nothing up
     on_gpu = torch.cuda.is_available()
@@ -358,7 +361,7 @@ def measure(
 
 
 def conditions(options: argparse.Namespace) -> dict[str, Any]:
-    """Columns that are the same in every row: the device, the versions and the size of the update."""
+    """Columns common to all rows: the device, the versions and the size of the update."""
     on_gpu = torch.cuda.is_available()
     columns = {
         "date": str(datetime.now(UTC).date()),
@@ -380,8 +383,8 @@ def worker_of(side: str) -> str:
 
 
 def start_workers(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Starts the processes of the sides. Returns the connection to each one that runs here, and prints
-    why the others do not."""
+    """Starts the processes of the sides. Returns the connection to each one that runs here, and
+    prints why the others do not."""
     context = multiprocessing.get_context("spawn")
     connections: dict[str, Any] = {}
 
@@ -407,8 +410,8 @@ def start_workers(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 def medians(records: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Side -> measure -> median over rounds.
 
-    For measures in COMPARED, "MEASURE / OTHER" is the median of the ratio to the other side in the same
-    round.
+    For measures in COMPARED, "MEASURE / OTHER" is the median of the ratio to the other side in the
+    same round.
     """
     by_round = {}
     for record in records:
@@ -458,8 +461,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def compare(records: list[dict[str, Any]], tolerance: float) -> int:
-    """Prints the table. Returns the exit code, which is 1 if TRL's loss or gradient differs from this
-    trainer's."""
+    """Prints the table. Returns 1 if TRL's loss or gradient differs from this trainer's, else 0."""
     print(table(records))
     base_record = next((record for record in records if record["side"] == SIDES[0]), records[0])
     for record in records:
@@ -473,7 +475,7 @@ def compare(records: list[dict[str, Any]], tolerance: float) -> int:
 
 @styled
 def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """Draws the seconds of a step by part, and the peak memory, of each side, readable on a phone."""
+    """Draws seconds of a step by part, and peak memory, for each side. Readable on a phone."""
     by_side = medians(records)
     sides = sorted(
         by_side, key=lambda side: side == "TRL"

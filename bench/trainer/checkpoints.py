@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 bench/trainer/checkpoints.py
 
-`gathered`: rank 0 gathers and writes everything, as the trainer once did. `shards`: each rank writes
-what it holds. `background`: the same in a thread, from copies. The ways take turns. waits_s: seconds in
-which rank 0 cannot train. there_s: seconds until the checkpoint has its final name. Neither includes
-what the thread costs training. Writes bench/results/checkpoints_cpu.csv.
+`gathered`: rank 0 gathers and writes everything, as the trainer once did. `shards`: each rank
+writes what it holds. `background`: the same in a thread, from copies. The ways take turns. waits_s:
+seconds in which rank 0 cannot train. there_s: seconds until the checkpoint has its final name.
+Neither includes what the thread costs training. Writes bench/results/checkpoints_cpu.csv.
 """
 
 import datetime

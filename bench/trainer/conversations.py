@@ -3,13 +3,13 @@
     python bench/trainer/conversations.py          # bench/results/conversations.csv
     python bench/trainer/conversations.py --time   # bench/results/conversations_time_cpu.csv
 
-With --time, some of the same episodes go through a model of SmolLM2-135M's shape, with a row for each
-turn or for each episode.
+With --time, some of the same episodes go through a model of SmolLM2-135M's shape, with a row for
+each turn or for each episode.
 
 A script plays the same tasks, actions and observations in each style: questions of the generated
-world, answered by its oracle, and tests/envs/tau2_stand_in, whose policy is a single line. Texts are
-encoded with SmolLM2's vocabulary and a template of Qwen2.5's form; no model runs. `paw`: what PaW adds
-to the tokens of an update, in per cent, with the paper's alpha and random entropies.
+world, answered by its oracle, and tests/envs/tau2_stand_in, whose policy is a single line. Texts
+are encoded with SmolLM2's vocabulary and a template of Qwen2.5's form; no model runs. `paw`: what
+PaW adds to the tokens of an update, in per cent, with the paper's alpha and random entropies.
 """
 
 import argparse
@@ -72,7 +72,8 @@ class Script:
         self._queue.append(request)
 
     def step(self) -> list[Completion]:
-        requests, self._queue = self._queue, []
+        requests = self._queue
+        self._queue = []
         logp = [-1.0] * len(self.ids)
         return [Completion(request.key, self.ids, logp, entropy=None) for request in requests]
 
@@ -230,7 +231,7 @@ def counted(chat: Chat) -> list[dict[str, Any]]:
     for environment_name in ("search", "tau2"):
         for style in ("paper", "chat"):
             samples = play(chat, environment_name, style)
-            # The paper's prompts have a row per turn. Turns come last because they cut the conversations.
+            # The paper's prompts have a row per turn. Turns come last, as they cut conversations.
             layouts = ("episodes", "turns") if style == "chat" else ("turns",)
             for layout in layouts:
                 for sample in samples:

@@ -2,9 +2,9 @@
 
     python bench/trainer/elementwise.py     # writes bench/results/elementwise.csv
 
-An eager layer runs forward and backward on tensors without data. The bytes that each operation reads
-and writes are counted, except those of matrix products, attention and views. Fused layers are an
-estimate (`paw.tools.plan.elementwise`). Nothing is timed, and no GPU is needed.
+An eager layer runs forward and backward on tensors without data. The bytes that each operation
+reads and writes are counted, except those of matrix products, attention and views. Fused layers are
+an estimate (`paw.tools.plan.elementwise`). Nothing is timed, and no GPU is needed.
 """
 
 import sys
@@ -33,8 +33,8 @@ from paw.tools.plan.shapes import SHAPES, Shape
 
 CSV = RESULTS / "elementwise.csv"
 TOKENS = 67
-"""Tokens of a pass. No other size is equal to it, so tensors without this size, such as gradients of
-weights, are not counted."""
+"""Tokens of a pass. No other size is equal to it, so tensors without this size, such as gradients
+of weights, are not counted."""
 MODELS = ("Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen3-4B", "Llama-3.1-8B")
 UNCOUNTED = {"mm", "addmm", "bmm", "detach", "_unsafe_view", "empty", "empty_like", "new_empty"}
 """Matrix products, and operations that move no data."""
@@ -104,9 +104,11 @@ def _model(shape: Shape) -> Any:
     config_class: Any = LlamaConfig
     model_class: Any = LlamaForCausalLM
     if shape.qkv_bias:
-        config_class, model_class = Qwen2Config, Qwen2ForCausalLM
+        config_class = Qwen2Config
+        model_class = Qwen2ForCausalLM
     elif shape.qk_norm:
-        config_class, model_class = Qwen3Config, Qwen3ForCausalLM
+        config_class = Qwen3Config
+        model_class = Qwen3ForCausalLM
     config = config_class(
         vocab_size=10,
         hidden_size=shape.hidden,

@@ -2,10 +2,10 @@
 
     python bench/trainer/episode_log.py     writes bench/results/episode_log_cpu.csv
 
-An update records 4 episodes of 39 turns with ALFWorld's sizes: responses of 150 tokens, observations
-of 50, and three of four turns selected. The texts are spans of this repository's pages, encoded by a
-byte-level BPE of 8,000 tokens that is trained on them. In the first update, no pair of tokens has been
-seen before. Later updates repeat most pairs, as play does.
+An update records 4 episodes of 39 turns with ALFWorld's sizes: responses of 150 tokens,
+observations of 50, and three of four turns selected. The texts are spans of this repository's
+pages, encoded by a byte-level BPE of 8,000 tokens that is trained on them. In the first update, no
+pair of tokens has been seen before. Later updates repeat most pairs, as play does.
 """
 
 import argparse
@@ -143,12 +143,19 @@ def main() -> None:
             seconds = time.process_time() - started
 
             written_bytes = file.stat().st_size - size_before
-            tokens = EPISODES * TURNS * RESPONSE + math.ceil(EPISODES * TURNS * 0.75) * OBSERVATION
-            records.append({
-                "update": update, "episodes": EPISODES, "tokens": tokens, "bytes": written_bytes,
-                "cpu_s": round(seconds, 4), "device": cpu_name(), "torch": torch.__version__,
+            turn_count = EPISODES * TURNS
+            tokens = turn_count * RESPONSE + math.ceil(turn_count * 0.75) * OBSERVATION
+            record = {
+                "update": update,
+                "episodes": EPISODES,
+                "tokens": tokens,
+                "bytes": written_bytes,
+                "cpu_s": round(seconds, 4),
+                "device": cpu_name(),
+                "torch": torch.__version__,
                 "commit": code_commit(),
-            })  # fmt: skip
+            }
+            records.append(record)
     write(RESULTS / "episode_log_cpu.csv", records)
     for record in records:
         print(record)

@@ -2,11 +2,11 @@
 
     python bench/trainer/host_part.py       writes bench/results/host_part_cpu.csv
 
-One rank has 128 episodes of 39 turns with ALFWorld's sizes: prompts of 1,000 tokens, responses of 150,
-observations of 50. The cost of completing a turn, whose lists of tokens and numbers become arrays, is
-included. The model's passes are left out; log-probs and entropies are drawn at random. Prompts are
-random tokens, so nothing is shared. In a second case, all prompts of a group begin with the same 400
-tokens.
+One rank has 128 episodes of 39 turns with ALFWorld's sizes: prompts of 1,000 tokens, responses of
+150, observations of 50. The cost of completing a turn, whose lists of tokens and numbers become
+arrays, is included. The model's passes are left out; log-probs and entropies are drawn at random.
+Prompts are random tokens, so nothing is shared. In a second case, all prompts of a group begin with
+the same 400 tokens.
 """
 
 import argparse

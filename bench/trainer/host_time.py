@@ -2,9 +2,10 @@
 
     python bench/trainer/host_time.py [--repeats 5]
 
-One rank has 16 groups of eight episodes with ALFWorld's sizes (`paw.tools.plan.plan.Play`). Prompts are
-text of docs/, encoded by a byte-level BPE of 32,000 tokens that is trained on it, because no pretrained
-tokenizer is at hand. Writes bench/results/host_cpu.csv. HOST_S of `paw plan` is the sum of the medians.
+One rank has 16 groups of eight episodes with ALFWorld's sizes (`paw.tools.plan.plan.Play`). Prompts
+are text of docs/, encoded by a byte-level BPE of 32,000 tokens that is trained on it, because no
+pretrained tokenizer is at hand. Writes bench/results/host_cpu.csv. HOST_S of `paw plan` is the sum
+of the medians.
 """
 
 import argparse

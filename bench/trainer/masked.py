@@ -4,11 +4,11 @@
 
 Writes bench/results/masked_cpu.csv.
 
-Trains with PaW. In each update it counts three kinds of selected samples. `masked`: every token of the
-observation is masked (p > rho), which is only known after the pass. `ruled`: a rule predicts this before
-the pass, because the same observation was masked everywhere in the previous update. `wrong`: the rule
-predicts it wrongly. `skipped` counts the tokens that the rule would take out of the update: separator
-and observation, and the full row if it has no advantage either.
+Trains with PaW. In each update it counts three kinds of selected samples. `masked`: every token of
+the observation is masked (p > rho), which is only known after the pass. `ruled`: a rule predicts
+this before the pass, because the same observation was masked everywhere in the previous update.
+`wrong`: the rule predicts it wrongly. `skipped` counts the tokens that the rule would take out of
+the update: separator and observation, and the full row if it has no advantage either.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 class Watch:
-    """Replaces three functions of the trainer. It calls them, and counts observations on the way."""
+    """Replaces three functions of the trainer, calls them, and counts observations."""
 
     def __init__(self, recipe: str, rho: float) -> None:
         self.recipe = recipe
@@ -126,7 +126,7 @@ class Watch:
 
 
 def show_ends(table: list[dict[str, Any]]) -> None:
-    """Prints the shares over the first and the last quarter of the updates, each at least one update."""
+    """Prints the shares over the first and the last quarter of the updates."""
     quarter = max(1, len(table) // 4)
     show(table[:quarter])
     show(table[-quarter:])

@@ -3,9 +3,9 @@
     python bench/trainer/memory.py                  # simulates every case
     python bench/trainer/memory.py --device cuda    # also runs the real step of each case that fits on this card
 
-Writes bench/results/memory_plan.csv, with a column for the card, and the table of docs/memory.md. The
-simulation is memory_simulation.py. All tokens of a row except the first are targets, the most that the
-head can have.
+Writes bench/results/memory_plan.csv, with a column for the card, and the table of docs/memory.md.
+The simulation is memory_simulation.py. All tokens of a row except the first are targets, the most
+that the head can have.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "memory.md"
 
 
 def predicted(config: Config, shape: Shape, gpu_count: int) -> dict[str, float]:
-    """The plan's GiB by phase, without what the simulation lacks: reference, engine and CUDA context."""
+    """The plan's GiB by phase, without the reference, the engine and the CUDA context."""
     plan = Plan(config, shape, gpus=gpu_count, gpu_gib=80.0)
     simulated = ("weights", "gradients", "optimizer", "activations", "head", "step")
     gib_by_phase = {}
@@ -44,7 +44,7 @@ def predicted(config: Config, shape: Shape, gpu_count: int) -> dict[str, float]:
 def make_config(
     model: str, gpu_count: int, optimizer: str, checkpointing: str, tokens: int
 ) -> Config:
-    """The configuration of a case. With a single GPU, flash-adamw keeps its state in host memory."""
+    """The configuration of a case. On a single GPU, flash-adamw keeps its state on the host."""
     optimizer_keys = {"name": optimizer, "micro_batch_tokens": tokens}
     if optimizer == "flash-adamw":
         optimizer_keys["offload"] = gpu_count == 1

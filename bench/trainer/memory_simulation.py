@@ -1,11 +1,11 @@
 """An update on tensors without data, by the trainer's own code, counting every storage. For bench/trainer/memory.py.
 
 The model is built on the meta device and materialised in FakeTensorMode. It is on the CPU, because
-autograd of fake CUDA tensors fails in a CPU build of torch. FSDP2 shards it over a fake process group.
-`LiveBytes` adds up the storages that are alive. To it, the fused head is a single operator, so the
-head's workspace is added by `roofline.paw_memory`, a formula of the kernel benchmark. Attention is
-torch's varlen operator, whose fake version has the outputs of the kernel on the card. The kernels of
-flash-adamw need a GPU; here only the tensors of its state exist.
+autograd of fake CUDA tensors fails in a CPU build of torch. FSDP2 shards it over a fake process
+group. `LiveBytes` adds up the storages that are alive. To it, the fused head is a single operator,
+so the head's workspace is added by `roofline.paw_memory`, a formula of the kernel benchmark.
+Attention is torch's varlen operator, whose fake version has the outputs of the kernel on the card.
+The kernels of flash-adamw need a GPU; here only the tensors of its state exist.
 """
 
 import sys
@@ -51,9 +51,9 @@ ROW = 2048
 class LiveBytes(TorchDispatchMode):
     """The bytes of live storages, and their peak.
 
-    Counts storages that operators return and those passed to `track`. Works inside FakeTensorMode and
-    on real tensors. FSDP frees a storage by resizing it, which is not an operator, so `resize_` is
-    patched.
+    Counts storages that operators return and those passed to `track`. Works inside FakeTensorMode
+    and on real tensors. FSDP frees a storage by resizing it, which is not an operator, so `resize_`
+    is patched.
     """
 
     def __init__(self) -> None:
@@ -185,8 +185,9 @@ def make_rows(tokens: int) -> list[Sample]:
     length = min(ROW, tokens)
     response_ids = [1] * (length - 1)
     logp = [0.0] * len(response_ids)
-    return [
-        Sample(
+    rows = []
+    for number in range(tokens // length):
+        row = Sample(
             group=0,
             trajectory=number,
             step=0,
@@ -196,16 +197,18 @@ def make_rows(tokens: int) -> list[Sample]:
             old_logp=logp,
             ref_logp=logp,
         )
-        for number in range(tokens // length)
-    ]
+        rows.append(row)
+    return rows
 
 
 def run_updates(
     policy: Policy, config: Config, live_bytes: Any, *, place: Callable[[Tensor], Tensor]
 ) -> Peaks:
-    """Makes two optimizer steps of two micro-batches each, like the trainer. Returns the second's peaks.
+    """Makes two optimizer steps of two micro-batches each, like the trainer. Returns the second's
+    peaks.
 
-    `live_bytes` has reset_peak(), peak and live, in bytes. `place` puts a tensor on the model's device.
+    `live_bytes` has reset_peak(), peak and live, in bytes. `place` puts a tensor on the model's
+    device.
     """
     batch, tokens = make_batch(config)
     batch = _with_tensors(batch, place)
@@ -278,8 +281,8 @@ def simulate(config: Config, shape: Shape, world: int = 1, *, attention: str = "
 
 @contextmanager
 def _without_values() -> Iterator[None]:
-    """Computes with real tensors what needs values (the bounds of rows, the mesh of ranks), and leaves
-    out sending weights."""
+    """Computes with real tensors what needs values (the bounds of rows, the mesh of ranks), and
+    leaves out sending weights."""
 
     def with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -318,8 +321,7 @@ def _with_tensors(item: Any, place: Callable[[Tensor], Tensor]) -> Any:
 
 
 class FlashState:
-    """Stands in for flash-adamw, whose kernels need a GPU. Makes the tensors of its state without the
-    arithmetic."""
+    """Stands in for flash-adamw, whose kernels need a GPU. Has only the tensors of its state."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
         # Imported late because it imports Triton, whose kernels a test may want interpreted.

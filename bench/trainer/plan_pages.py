@@ -163,18 +163,22 @@ def conclusion_of(command: str) -> str:
 def memory_page(text: str) -> str:
     """The page with current tables between its marks, first of time, then of traffic."""
     tables = iter([table(), traffic_table()])
-    return re.sub(
-        r"(<!-- python bench/trainer/plan_pages.py -->\n).*?(<!-- end -->)",
-        lambda match: f"{match[1]}\n{next(tables)}\n\n{match[2]}", text, flags=re.DOTALL,
-    )  # fmt: skip
+
+    def with_table(marks: re.Match[str]) -> str:
+        return f"{marks[1]}\n{next(tables)}\n\n{marks[2]}"
+
+    marked = r"(<!-- python bench/trainer/plan_pages.py -->\n).*?(<!-- end -->)"
+    return re.sub(marked, with_table, text, flags=re.DOTALL)
 
 
 def scale_page(text: str) -> str:
     """The page with the current output in each block that begins with `$ paw plan`."""
-    return re.sub(
-        r"```text\n\$ (paw plan [^\n]*)\n.*?```",
-        lambda match: f"```text\n$ {match[1]}\n{conclusion_of(match[1])}\n```", text, flags=re.DOTALL,
-    )  # fmt: skip
+
+    def with_output(block: re.Match[str]) -> str:
+        command = block[1]
+        return f"```text\n$ {command}\n{conclusion_of(command)}\n```"
+
+    return re.sub(r"```text\n\$ (paw plan [^\n]*)\n.*?```", with_output, text, flags=re.DOTALL)
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ SmolLM2-135M's shape with random weights:
     conversation   a row per episode, after a system prompt of 1,200 tokens, about the size of
                    tau2-bench's airline policy
 
-With `--short`, alfworld is only the third turn of each member, which shares about as much as the first
-four together, and all texts of a conversation are half as long.
+With `--short`, alfworld is only the third turn of each member, which shares about as much as the
+first four together, and all texts of a conversation are half as long.
 
 Texts are random words of docs/. If the gradients with and without sharing differ, this ends with an
 error. Each round is a pair, with and without sharing, and rounds alternate the order. Ratios of
@@ -96,7 +96,7 @@ def sample(
 
 
 def alfworld_rows(chat: Any, rng: random.Random, *, turns: Collection[int]) -> list[Sample]:
-    """A group plays one of the embedded games. About half of its actions are the oracle's, half random."""
+    """A group plays an embedded game. About half of its actions are the oracle's, half random."""
     overrides = {"model.path": "-", "env.data": "none"}
     factory = make_factory(load("alfworld-grpo-paw", overrides))
     (task,) = train_tasks(factory, 0, 1, 0)
@@ -167,7 +167,7 @@ def docs_words() -> list[str]:
 
 
 def run(policy: Policy, samples: list[Sample], *, shared: bool) -> dict[str, float]:
-    """A scoring pass and an update on all rows: processor and wall seconds, tokens, gradient norm."""
+    """Scores and updates on all rows: processor and wall seconds, tokens, gradient norm."""
     policy.zero_grad()
     packing = Packing.of(OptimConfig(micro_batch_tokens=BUDGET), policy)
     packing = replace(packing, share_prefixes="auto" if shared else "never")
@@ -195,14 +195,15 @@ def run(policy: Policy, samples: list[Sample], *, shared: bool) -> dict[str, flo
 
 
 def compare(policy: Policy, samples: list[Sample], *, rounds: int) -> dict[str, float]:
-    """How many times fewer tokens sharing needs, and how many times as fast it is, by medians of pairs."""
+    """How many times fewer tokens sharing takes, and how many times as fast it is (medians)."""
     ratios: list[float] = []
     cpu_ratios: list[float] = []
     fewer_tokens = 0.0
     for number in range(rounds):
         pair_order = (True, False) if number % 2 == 0 else (False, True)
         measured = {shared: run(policy, samples, shared=shared) for shared in pair_order}
-        apart, together = measured[False], measured[True]
+        apart = measured[False]
+        together = measured[True]
         assert abs(together["grad_norm"] / apart["grad_norm"] - 1) < 1e-3, measured
         ratios.append(apart["seconds"] / together["seconds"])
         cpu_ratios.append(apart["cpu_s"] / together["cpu_s"])

@@ -1,6 +1,7 @@
 """Draws the plots in docs/profile.md and docs/rollout.md about tokens that need not be run, from bench/results.
 
-python bench/trainer/tokens_plot.py        # docs/tokens_{conversations,known}.png; nothing is measured
+python bench/trainer/tokens_plot.py        # docs/tokens_{conversations,known}.png; nothing is
+measured
 """
 
 import sys

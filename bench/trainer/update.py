@@ -1,7 +1,7 @@
 """The trainer's own update, `paw.learn.optimize`, on given samples: seconds of each part and peak memory.
 
-The learning rate is 0, so AdamW does all its work and every update sees the same weights. The weights
-are random, in a shape known to `paw.tools.plan.shapes`, and nothing is downloaded.
+The learning rate is 0, so AdamW does all its work and every update sees the same weights. The
+weights are random, in a shape known to `paw.tools.plan.shapes`, and nothing is downloaded.
 """
 
 import sys
@@ -27,10 +27,15 @@ from paw.tools.evaluate.recorded import random_model
 from paw.types import Sample
 
 KEYS = {
-    "env.data": "none", "engine.type": "transformers", "policy.kl_coef": "0.0", "policy.entropy_coef": "0.0",
-    "policy.old_logp": "engine", "model.checkpointing": "none", "optim.minibatch_samples": "1000",
+    "env.data": "none",
+    "engine.type": "transformers",
+    "policy.kl_coef": "0.0",
+    "policy.entropy_coef": "0.0",
+    "policy.old_logp": "engine",
+    "model.checkpointing": "none",
+    "optim.minibatch_samples": "1000",
     "optim.name": "adamw",
-}  # fmt: skip
+}
 """Changes to alfworld-grpo-paw: GRPO as in TRL, with one optimizer step per update."""
 
 
@@ -70,8 +75,8 @@ class Meter:
     def measure(self, step: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Adds what `step()` took to what it returns.
 
-        seconds: wall time. cpu_s: processor time. peak_gib: peak above the memory when the meter was
-        made. PART_s: seconds of each part.
+        seconds: wall time. cpu_s: processor time. peak_gib: peak above the memory when the meter
+        was made. PART_s: seconds of each part.
         """
         self.parts.clear()
         self._reset_peak()
@@ -153,7 +158,7 @@ def trainer(
 
 
 def warm(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Makes the optimizer allocate its state, by a step with zero gradients. Returns the optimizer."""
+    """Makes the optimizer allocate its state, by a step with zero gradients, and returns it."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)

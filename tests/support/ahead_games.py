@@ -1,6 +1,6 @@
-"""Environments, an agent and a trainer for the process that plays ahead.
+"""Environments, an agent and a trainer for tests of the process that plays ahead.
 
-What they start is written to $AHEAD_LOG.
+They log the processes that they start to $AHEAD_LOG.
 """
 
 import ctypes
@@ -44,14 +44,14 @@ LOCK = threading.Lock()
 
 
 def log(*words: object) -> None:
-    """One line, in one write."""
+    """Log a line in a single write."""
     file = os.open(os.environ["AHEAD_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, f"{' '.join(map(str, words))}\n".encode())
     os.close(file)
 
 
 def logged(kind: str) -> list[str]:
-    """The rest of each line that begins with this word."""
+    """The rest of each logged line that begins with the word `kind`."""
     path = Path(os.environ["AHEAD_LOG"])
     lines = path.read_text().splitlines() if path.exists() else []
     return [line.partition(" ")[2] for line in lines if line.partition(" ")[0] == kind]
@@ -80,7 +80,7 @@ class Logged(Game):
 
 
 class Refusal(UserError):
-    """It cannot be made from what it says, which is how exceptions are unpickled."""
+    """Cannot be unpickled, because exceptions are unpickled by calling them with their message."""
 
     exit_code = 5
 
@@ -106,8 +106,8 @@ class OddGame(Logged):
 
 
 class ForkingGame(Logged):
-    """Its first reset forks a process that keeps every open file, past Python's own hooks, and then
-    waits to be killed."""
+    """The first reset forks a process that keeps every open file, bypassing Python's own hooks, and
+    then waits to be killed."""
 
     def reset(self, task: Any) -> str:
         observation = super().reset(task)
@@ -130,8 +130,7 @@ class SlowGame(Logged):
 
 
 class HelpedGame(Logged):
-    """Has a program for each game, which `close` ends, and two that nobody ends: one is a
-    daemon."""
+    """Starts a program for each game, which `close` ends, and two that nobody ends, one a daemon."""
 
     def __init__(self, wrong: Any) -> None:
         super().__init__(wrong)
@@ -175,7 +174,7 @@ class PlainHelpedGame(Logged):
 
 
 class Games(Honest):
-    """The same game each time; in threads."""
+    """The same game every time, played in threads."""
 
     game: type[Game] = Logged
 
@@ -188,7 +187,7 @@ class Games(Honest):
 
 
 class Plain(Games):
-    """As it is."""
+    """The plain game, without changes."""
 
 
 class Refusing(Games):
@@ -222,7 +221,7 @@ class OtherTasks(Games):
 
 
 async def blocks(env: Any, model: Any) -> None:
-    """Holds the event loop of the process that plays ahead."""
+    """Blocks the event loop of the process that plays ahead."""
     await env.reset()
     if ahead_of_the_trainer():
         time.sleep(1000)
@@ -231,7 +230,7 @@ async def blocks(env: Any, model: Any) -> None:
 
 
 def make_rollouts(config: Config, url: str, model: str) -> Rollouts:
-    """What the trainer plays itself, over a server that has weights."""
+    """Rollouts that the trainer plays itself, over a server that has weights."""
     transfer = FileTransfer(torch.float32, 10)
     engine = ServerEngine(
         SendingPool([url], transfer, end_ids={3}, vocabulary=50, timeout_s=10, ranks=Ranks()), 64
@@ -242,8 +241,7 @@ def make_rollouts(config: Config, url: str, model: str) -> Rollouts:
 
 
 def trainer(settings: str, url: str, model: str, log_file: str) -> None:
-    """Plays one update ahead, then waits; a process that it has forked keeps its end of the
-    socket."""
+    """Plays one update ahead, then waits. A process it has forked keeps its end of the socket."""
     os.environ |= {"AHEAD_LOG": log_file, "AHEAD_TRAINER": str(os.getpid())}
     ahead.subprocess = SimpleNamespace(
         Popen=player(CLOSE_S=1.0, LINGER_S=0.2),

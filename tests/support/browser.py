@@ -1,4 +1,4 @@
-"""A page in headless Chromium, driven by the DevTools protocol over two pipes."""
+"""A page in headless Chromium, controlled by the DevTools protocol over two pipes."""
 
 import base64
 import json
@@ -15,7 +15,7 @@ from processes import wait_until
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 PROGRAM = next(filter(None, map(shutil.which, NAMES)), None)
-"""Chromium, if it is on this machine."""
+"""Chromium's path, if it is on this machine."""
 FLAGS = (
     "--headless",
     "--no-sandbox",  # the tests may run as root, and the page is ours
@@ -37,7 +37,7 @@ class Page:
         self._calls = 0
         self._session = ""
         self.errors: list[str] = []
-        """Exceptions that scripts of the page have not caught."""
+        """Exceptions that the page's scripts did not catch."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -63,7 +63,7 @@ class Page:
         wait_until(lambda: self.run(condition))
 
     def screenshot(self, path: Path) -> None:
-        """Write what is visible as PNG, to look at."""
+        """Write a PNG of what is visible, for a person to look at."""
         answer = self._call("Page.captureScreenshot")
         path.write_bytes(base64.b64decode(answer["data"]))
 
@@ -92,7 +92,7 @@ class Page:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """Start Chromium, whose files are in `folder`, and yield a page."""
+    """Start Chromium with its files in `folder`, and yield a page."""
     commands_read, commands_write = os.pipe()
     answers_read, answers_write = os.pipe()
     script = f'exec "$0" "$@" 3<&{commands_read} 4>&{answers_write}'

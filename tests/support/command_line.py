@@ -1,4 +1,4 @@
-"""Words of a command line."""
+"""Arguments of a command line."""
 
 from collections.abc import Mapping
 from typing import Any

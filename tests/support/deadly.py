@@ -1,9 +1,8 @@
-"""Environments that a thread cannot contain: the first episode of one task ends or blocks its
-process, as $DEADLY says.
+"""Environments that a thread cannot contain: the first episode of one task ends or blocks its process.
 
-All count to three and win, like those of environments.py. $DEADLY_TASK is the task, $DEADLY_ONCE a
-file that the first episode makes. Where $DEADLY is a file, it names the deed, and the first episode
-takes it away.
+All count to three and win, like those of environments.py. $DEADLY says what the episode does, and
+$DEADLY_TASK is the task. $DEADLY_ONCE is a file that the first episode creates. If $DEADLY is a
+file, the file names the deed, and the first episode removes it.
 """
 
 import asyncio
@@ -36,13 +35,13 @@ def dies_with_its_connection_held() -> None:
 
 
 def sleep_with_the_interpreter() -> None:
-    """C code that keeps Python's lock, as a regular expression does, without its processor time."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # none wakes this thread
+    """Hold Python's lock in C code, as a regular expression does, without using processor time."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # no signal wakes this thread
     ctypes.PyDLL(None).sleep(1000)
 
 
 def holds_the_interpreter() -> None:
-    """In a thread, as in training: in the main thread a signal interrupts the sleep."""
+    """Sleep in a thread, as in training. In the main thread a signal would interrupt the sleep."""
     thread = threading.Thread(target=sleep_with_the_interpreter)
     thread.start()
     thread.join()
@@ -59,7 +58,7 @@ DEEDS: dict[str, Callable[[], object]] = {
 
 
 def do_the_deed(named: str) -> None:
-    """The deed, or that of a file, if this is the first episode to come here."""
+    """Do the deed, or the one that a file names, if this is the first episode to get here."""
     if named in DEEDS:
         with suppress(FileExistsError), Path(os.environ["DEADLY_ONCE"]).open("x"):
             DEEDS[named]()
@@ -91,7 +90,7 @@ class Counter:
 
 
 class Deadly:
-    """A factory; its environments run one after the other in each process."""
+    """A factory whose environments run one after another in each process."""
 
     name = "deadly"
     reward_max = 1.0
@@ -108,9 +107,9 @@ class Blocking(Deadly):
 
 
 class Meeting(Blocking):
-    """Makes an environment when eight are being made, in all processes together.
+    """Makes an environment only once eight are being made, in all processes together.
 
-    The first of a process is made at once: that is the check of the environment.
+    The first one in a process is made at once, because it is the check of the environment.
     """
 
     is_checked = False
@@ -142,7 +141,7 @@ class EndsAtOnce(Deadly):
 
 
 class WithHelper(Counter):
-    """Each has a program of its own, whose id is its first observation."""
+    """Starts its own program. The program's id is the first observation."""
 
     def reset(self, task: Task) -> str:
         super().reset(task)
@@ -156,7 +155,7 @@ class Helpers(Deadly):
 
 
 class Tools(Counter):
-    """A conversation with a tool, and every optional member."""
+    """A conversation with a tool, with every optional member."""
 
     tools = [
         {"name": "add", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}

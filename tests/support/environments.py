@@ -1,8 +1,8 @@
-"""Environments that misbehave: in games of the class `factory(step=exits)`, `step` exits; some are
+"""Environments that misbehave: in games of the class `factory(step=exits)`, `step` exits. Some are
 named by `env.name`.
 
-All count to three and win, `Honest` always. Of the others every fourth environment misbehaves, so
-that a group of four loses one member; with `everywhere`, every one does.
+All count to three and win, and `Honest` always does. In the other classes, every fourth environment
+misbehaves, so that a group of four loses one member; with `everywhere`, all of them do.
 """
 
 import math
@@ -37,7 +37,7 @@ class Honest:
     may_block = False
     runs_others_code = True
     wrong: Mapping[str, Any] = MappingProxyType({})
-    """Methods of the game that misbehave, and what the fields of its outcomes are instead."""
+    """Methods of the game that misbehave, and values that replace fields of its outcomes."""
     everywhere = False
 
     def __init__(self, config: Any) -> None:
@@ -114,7 +114,7 @@ def exits(_: Game) -> None:
 
 
 class Liar(Honest):
-    """Every text, names of tasks and exceptions included, tries to trick the reader."""
+    """Every text tries to trick the reader, including names of tasks and exceptions."""
 
     wrong = MappingProxyType({"step": raises(RuntimeError(FAKE))})
 
@@ -151,7 +151,7 @@ class ChangesDirectory(Honest):
 
 
 class DownInTraining(Honest):
-    """From the second update on nothing works for $ATTACK_DOWN_FOR_S seconds, as if a server were
+    """From the second update on, nothing works for $ATTACK_DOWN_FOR_S seconds, as if a server were
     restarting."""
 
     down_until = math.inf
@@ -177,7 +177,7 @@ class DownInTraining(Honest):
 
 
 class Breaks(Honest):
-    """Its texts are drawn at random. If $ATTACK names something, it ends the second update."""
+    """Texts are drawn at random. If $ATTACK is set, it says what ends the second update."""
 
     def tasks(self, split: str, seed: int) -> Tasks:
         listed = super().tasks(split, seed)
@@ -280,7 +280,7 @@ METRICS: dict[str, dict[Any, Any]] = {
     "a metric that has no name": {None: 1.0},
     "a time in words": {"time/eval": "soon"},
 }
-"""What a callback adds to an evaluation's metrics."""
+"""The entries that a callback adds to an evaluation's metrics."""
 
 
 def advantages(samples: Sequence[Sample]) -> list[float]:
@@ -314,7 +314,7 @@ class HangsInStep(Honest):
 
 
 class LaterTasks(Honest):
-    """All but the first of its tasks exit, or hang, as $ATTACK says."""
+    """All tasks except the first exit or hang, depending on $ATTACK."""
 
     def tasks(self, split: str, seed: int) -> Tasks:
         listed = super().tasks(split, seed)
@@ -332,8 +332,8 @@ class LaterTasks(Honest):
 
 
 class Crashing(Honest):
-    """Every fifth task raises in its second turn, but for the first of an update; the reward is the
-    response's."""
+    """Every fifth task raises in its second turn, except the first of an update. The reward depends
+    on the response."""
 
     def make(self) -> Game:
         return Fragile({})

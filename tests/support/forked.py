@@ -1,5 +1,5 @@
-"""Commands forked from a process that has loaded torch and transformers, which takes six seconds of
-a core."""
+"""Commands forked from a process that has already loaded torch and transformers, which takes six
+seconds of a core."""
 
 import atexit
 import faulthandler
@@ -43,11 +43,11 @@ CONTEXT.set_forkserver_preload(
 
 
 def start_server() -> None:
-    """Start the server of forks, from which all children here come.
+    """Start the server of forks, which forks all children here.
 
-    It is a fork of this process, which has imported nearly everything: a new interpreter would take
-    seconds for that. Call this while nothing but tests have been imported: no thread of torch's
-    runs yet. A process that may use a GPU cannot be forked.
+    The server is a fork of this process, which has imported nearly everything; a new interpreter
+    would take seconds for that. Call this when only tests have been imported, so that no thread of
+    torch is running yet. A process that may use a GPU cannot be forked.
     """
     if torch.cuda.is_available():
         return
@@ -62,12 +62,12 @@ def fork_server(_: str, words: list[str], descriptors: list[int]) -> int:
     if pid:
         return pid
 
-    # Nothing of the parent's stays open. Its numbers stay taken: objects of the parent close them.
+    # No file of the parent stays open, but its number stays taken: the parent's objects close it.
     nothing = os.open(os.devnull, os.O_RDWR)
     for path in Path("/proc/self/fd").iterdir():
         number = int(path.name)
         if number not in (1, 2, nothing, *descriptors):
-            with suppress(OSError):  # the folder's own
+            with suppress(OSError):  # the folder's own is closed already
                 os.fstat(number)
                 os.dup2(nothing, number)
     # What pytest has changed in this process.
@@ -88,7 +88,7 @@ def fork_server(_: str, words: list[str], descriptors: list[int]) -> int:
 
 
 class Child:
-    """`paw WORDS` without its report, its output going to two descriptors; as subprocess.Popen."""
+    """Runs `paw WORDS` without a report, with output to two descriptors. Like subprocess.Popen."""
 
     stderr: IO[str]
     returncode: int | None = None
@@ -105,12 +105,12 @@ class Child:
 
     @property
     def trainer(self) -> int:
-        """Id of the process that runs the command; `pid` is its parent, which watches it."""
+        """Id of the process that runs the command. `pid` is its parent, which watches it."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         return int(children[0]) if children else self.pid
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """The exit code, negative for a signal, or None while the command runs."""
         self.returncode = self._process.exitcode
         return self.returncode
 
@@ -135,8 +135,8 @@ def run_ranks(
     on_host: int,
     homes: Sequence[Path] = (),
 ) -> list[tuple[int, str]]:
-    """`paw` in a rank for each command, in its folder, as torchrun would start them: (exit code,
-    standard error)."""
+    """Run `paw` in a rank for each command, in its folder, as torchrun would. Returns (exit code,
+    standard error) of each."""
     shared = torchrun_variables(len(commands), on_host)
     with ExitStack() as stack:
         nowhere = stack.enter_context(Path(os.devnull).open("w"))
@@ -162,7 +162,7 @@ def run_ranks(
 
 
 def torchrun_variables(count: int, on_host: int) -> dict[str, Any]:
-    """What torchrun sets alike for `count` ranks, which meet at a free port of this machine."""
+    """The variables that torchrun sets for all of `count` ranks. They meet at a free local port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     return {
@@ -174,7 +174,7 @@ def torchrun_variables(count: int, on_host: int) -> dict[str, Any]:
 
 
 def call_in_ranks(function: Callable[..., None], count: int, *arguments: Any, on_host: int) -> None:
-    """`function(rank, *arguments)` in a process for each rank; it is found by its module and
+    """Run `function(rank, *arguments)` in a process for each rank. It is found by its module and
     name."""
     shared = torchrun_variables(count, on_host)
     children = []
@@ -196,12 +196,12 @@ def call(
     function(rank, *arguments)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # an ordinary exit sometimes aborts in one of gloo's threads
+    os._exit(0)  # an ordinary exit sometimes aborts in a gloo thread
 
 
 class Forked(subprocess.Popen):
-    """A rank of `paw train --gpus` or a run of an experiment: forked from its parent, not a new
-    interpreter."""
+    """A rank of `paw train --gpus` or a run of an experiment, forked from its parent instead of
+    started in a new interpreter."""
 
     def _execute_child(self, args, *options):
         names = inspect.signature(super()._execute_child).parameters
@@ -220,7 +220,7 @@ class Forked(subprocess.Popen):
 
 
 class ForkedPlayer(subprocess.Popen):
-    """The process that plays ahead, forked by its supervisor: no new interpreter."""
+    """The process that plays ahead, forked by its supervisor instead of a new interpreter."""
 
     def _execute_child(self, args, *options):
         self._child_created = True
@@ -235,7 +235,7 @@ class ForkedPlayer(subprocess.Popen):
 
 
 def supervise(trainer: int, socket_fd: int, stdin_fd: int, constants: dict[str, float]) -> NoReturn:
-    """Runs as the supervisor of such a process, with other constants in its module."""
+    """Runs as the supervisor of such a process, with some constants of its module changed."""
     from paw.rollouts.background import supervisor
 
     os.dup2(stdin_fd, 0)
@@ -247,7 +247,7 @@ def supervise(trainer: int, socket_fd: int, stdin_fd: int, constants: dict[str, 
 
 
 def player(**constants: float) -> type[subprocess.Popen]:
-    """A supervisor that waits to be started. It is forked now, because later this process has
+    """A supervisor that waits to be started. It is forked early, before this process has
     threads."""
     near_end, far_end = socket.socketpair()
     trainer = os.getpid()
@@ -275,7 +275,7 @@ def player(**constants: float) -> type[subprocess.Popen]:
 
 
 def enter_with_player(entry: Callable[[], NoReturn]) -> NoReturn:
-    """The command, in the process that runs it: a supervisor has to be its child."""
+    """Run the command in this process, because a supervisor has to be its child."""
     from paw.rollouts.background import ahead
 
     ahead.subprocess = SimpleNamespace(
@@ -325,9 +325,9 @@ class Supervisor:
 
 
 def run(words: list[str], env: dict[str, str], cwd: str, *output: Connection) -> NoReturn:
-    """The command, in this process; ends it."""
+    """Run the command in this process, then end it."""
     code: Any = 1
-    gc.freeze()  # otherwise the first collection copies the memory of everything imported
+    gc.freeze()  # otherwise the first garbage collection copies the memory of everything imported
     try:
         for number, file in enumerate(output, start=1):
             os.dup2(file.fileno(), number)
@@ -348,7 +348,7 @@ def run(words: list[str], env: dict[str, str], cwd: str, *output: Connection) ->
             module.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
         if "--rollout.ahead" in words:
             cli.entry = partial(enter_with_player, cli.entry)
-        # A file of a test's own, run before the command.
+        # A test's own file runs before the command.
         if patch := os.environ.get("FORKED_PATCH"):
             runpy.run_path(patch)
         from paw.__main__ import run as command
@@ -362,7 +362,7 @@ def run(words: list[str], env: dict[str, str], cwd: str, *output: Connection) ->
     finally:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, AttributeError):  # nobody reads it, or there is none
+            with suppress(OSError, AttributeError):  # nobody reads it, or it does not exist
                 stream.flush()
         if code is None:
             code = 0

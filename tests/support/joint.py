@@ -1,5 +1,5 @@
-"""Tiny random models, random rows, and the joint objective written out again: full logits, float64,
-autograd."""
+"""Tiny random models, random rows, and a second version of the joint objective: full logits,
+float64, autograd."""
 
 import copy
 import math
@@ -118,7 +118,7 @@ def make_lm(family="qwen2-tied", *, seed=0, **settings):
 
 
 def make_row(rng, group=0, trajectory=0, step=0, **values):
-    """Lengths differ from row to row; about one row in six has no target."""
+    """Rows of different lengths. About one in six has no target."""
 
     def ids(n):
         return [rng.randrange(VOCAB) for _ in range(n)]
@@ -140,8 +140,7 @@ def make_row(rng, group=0, trajectory=0, step=0, **values):
 
 
 def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
-    """Rows as they stand before the update: old log-probs a little off the policy's, so that clips
-    occur."""
+    """Rows before the update. Old log-probs are slightly off, so that some are clipped."""
     rng = random.Random(seed)
     rows = [make_row(rng, group=i % groups, trajectory=i % (2 * groups)) for i in range(n)]
     scored = log_probs(policy, rows, Packing(budget=10**6), temperature=1.0).values()
@@ -158,8 +157,8 @@ def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
 
 
 def fill(policy, samples, *, n_groups, alpha):
-    """What the stages give to samples fresh from episodes; old log-probs a little off the
-    policy's."""
+    """Gives samples fresh from episodes what the trainer's stages give them. Old log-probs are
+    slightly off the policy's."""
     rng = random.Random(1)
     scored = log_probs(policy, samples, Packing(budget=100), temperature=1.0).values()
     for sample, advantage, (logp, entropy) in zip(samples, grpo(samples), scored, strict=True):
@@ -174,8 +173,7 @@ def fill(policy, samples, *, n_groups, alpha):
 
 
 def gradients(policy, loss=None):
-    """The parameters' gradients as one float64 vector; zeros if a parameter has none. Clears
-    them."""
+    """The parameters' gradients as one float64 vector, zeros for missing ones. Clears them."""
     parts = []
     for parameter in policy.parameters():
         has_gradient = parameter.grad is not None
@@ -185,13 +183,13 @@ def gradients(policy, loss=None):
 
 
 def packed(policy, minibatch, objective, *, update_samples, **options):
-    """(loss, gradient) of a mini-batch, as the trainer makes them: through the fused head."""
+    """(loss, gradient) of a mini-batch, computed through the fused head as in the trainer."""
     batches = batches_of(policy, minibatch, **options)
     return learned(policy, batches, minibatch, objective, update_samples)
 
 
 def packed_in_ranks(policy, minibatch, objective, count, *, update_samples, **options):
-    """`packed` of each of several ranks, which hold the trajectories in turn."""
+    """`packed` on each of several ranks, among which the trajectories are dealt out in turn."""
     ranks = make_ranks(count)
     minibatches = on_all(ranks, partial(shared, minibatch))
 
@@ -236,21 +234,20 @@ def learned(policy, batches, minibatch, objective, update_samples):
     for batch in batches:
         out, _ = objective.forward(policy, batch, minibatch, update_samples)
         out.loss.backward()
-        # Terms of either sign nearly cancel, so their sum is made in float64.
+        # Terms of both signs nearly cancel, so they are summed in float64.
         total += out.token_loss.double().sum().item()
         assert out.loss.item() == pytest.approx(out.token_loss.sum().item())
     return total, gradients(policy)
 
 
 def token_logps(lm, row, *, temperature=1.0):
-    """[T, V] float64 log-probs of every next token of one row alone, unpadded, its observation
-    included."""
+    """[T, V] float64 log-probs of every next token of one row, unpadded, with its observation."""
     ids = [*row.prompt_ids, *row.response_ids, *row.separator_ids, *row.observation_ids]
     return (lm(input_ids=torch.tensor([ids])).logits[0].double() / temperature).log_softmax(-1)
 
 
 def dense(policy, minibatch, objective: Objective, *, update_samples):
-    """(loss, gradient, number of masked, of live observation tokens) by full logits in float64."""
+    """(loss, gradient, numbers of masked and live observation tokens), full logits in float64."""
     lm = copy.deepcopy(policy.lm).double()
     part_size = objective.verl_samples if objective.norm == "verl" else len(minibatch)
     parts = [minibatch[i : i + part_size] for i in range(0, len(minibatch), part_size)]
@@ -284,8 +281,8 @@ def dense(policy, minibatch, objective: Objective, *, update_samples):
 
 
 def response_loss(logps, row, objective):
-    """The sum over the response's tokens of the policy's loss, KL and entropy included."""
-    # [response, V], each row the distribution of one token.
+    """The policy's loss summed over the response's tokens, including KL and entropy."""
+    # [response, V]: each row is the distribution of one token.
     logps = logps[len(row.prompt_ids) - 1 :][: len(row.response_ids)]
     gaps = [logps[t, token] - row.old_logp[t] for t, token in enumerate(row.response_ids)]
     drift = [old - sampled for old, sampled in zip(row.old_logp, row.sampled_logp, strict=True)]

@@ -1,4 +1,4 @@
-"""Files with a JSON value in each line."""
+"""Files with a JSON value on each line."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The values of all lines, in their order."""
+    """The values of all lines, in order."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 

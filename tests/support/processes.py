@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def children(pid: int) -> list[int]:
-    """Ids of the children of all threads of a process."""
+    """Ids of the children of a process, over all its threads."""
     listed = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for path in listed for child in path.read_text().split()]
 
 
 def command_of(pid: int) -> bytes:
-    """The words of a process's command line, with a NUL after each."""
+    """The arguments of a process, each followed by a NUL."""
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""The programs of examples/, run in the process of a test."""
+"""Runs the programs of examples/ in the process of a test."""
 
 import runpy
 import sys
@@ -20,14 +20,14 @@ SMALL = {
     "eval.games": 4,
     "eval.attempts": 1,
 }
-"""Settings with which an example takes seconds."""
+"""Settings with which an example only takes seconds."""
 SMALL_WARMUP = {"warmup.max_steps": 10, "warmup.corpus_turns": 200}
 
 
 def in_their_folder(patch: pytest.MonkeyPatch, cache: str, folder: Path) -> None:
     """Let examples import each other and write to `folder`.
 
-    They make no report, and a warm-up is measured with few games, which saves seconds.
+    To save time, they make no report, and a warm-up is measured with few games.
     """
     patch.syspath_prepend(EXAMPLES)
     patch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")
@@ -40,7 +40,7 @@ def in_their_folder(patch: pytest.MonkeyPatch, cache: str, folder: Path) -> None
 
 
 def run_example(patch: pytest.MonkeyPatch, name: str, settings: Mapping[str, Any]) -> int:
-    """`python examples/NAME.py --a.b 1 ...`: returns the exit code."""
+    """Run `python examples/NAME.py --a.b 1 ...` and return the exit code."""
     patch.setattr(sys, "argv", [f"{name}.py", *as_words(settings)])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

@@ -30,8 +30,8 @@ def refusal(message, **details):
 
 @contextmanager
 def serve():
-    """`server.script` holds answers to come, (status, body, headers) or a function of the handler;
-    then `default`."""
+    """Answers with the next entry of `server.script`, (status, body, headers) or a function of the
+    handler, and with `default` when there are none left."""
     state = SimpleNamespace(
         script=[], default=(200, completion(), {}), requests=[], models=["m", "n"]
     )

@@ -1,6 +1,6 @@
-"""Chat templates of the shapes that models ship, their instructions shortened.
+"""Chat templates in the forms that models ship, with shortened instructions.
 
-What surrounds texts is theirs.
+The markup around texts is that of the models.
 """
 
 QWEN_TOOLS = """
@@ -40,7 +40,7 @@ QWEN25_TEMPLATE = (
         {{- '<|im_end|>\\n' }}"""
     + QWEN_RESULT
 )
-"""The first system message is at the head; results of tools share a user's turn."""
+"""The first system message comes first. Results of tools share a user's turn."""
 
 QWEN3_TOOLS_TEMPLATE = (
     QWEN_TOOLS.replace("DEFAULT", "''")
@@ -111,7 +111,7 @@ LLAMA31_TEMPLATE = """{{- bos_token }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
-"""Tools stand in the first user message, a result is JSON, one call at a time."""
+"""Tools are listed in the first user message. A result is JSON. One call at a time."""
 
 MISTRAL_TEMPLATE = """
 {%- if messages[0]["role"] == "system" %}
@@ -165,5 +165,5 @@ MISTRAL_TEMPLATE = """
         {{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
     {%- else %}{{- raise_exception("Only user and assistant roles are supported!") }}{%- endif %}
 {%- endfor %}"""
-"""Roles alternate, tools stand before the last user message, the system message in it, ids have
-nine characters."""
+"""Roles alternate. Tools come before the last user message, which contains the system message. Ids
+have nine characters."""

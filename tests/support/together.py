@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process, for what ranks exchange without a model."""
+"""Ranks that are threads of this process, to test what ranks exchange without a model."""
 
 import copy
 import threading
@@ -46,13 +46,13 @@ def make_ranks(count: int) -> list[Together]:
 
 
 def on_all(ranks: list[Together], call: Callable[[Together], Any]) -> list[Any]:
-    """`call(rank)` of all ranks at once."""
+    """Run `call(rank)` on all ranks at once."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(call, ranks))
 
 
 def shared(rows, ranks) -> SharedSamples:
-    """The rows as if ranks held the trajectories in turn. A call of all ranks. Not for PPO."""
+    """The rows as if dealt to ranks by trajectory. All ranks call it. Not for PPO."""
     columns = Columns.of_turns(
         group=[row.group for row in rows],
         trajectory=[row.trajectory for row in rows],

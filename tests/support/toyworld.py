@@ -1,4 +1,4 @@
-"""Small generated households and a random quickstart model over their own text: real parts, made in
+"""Small generated households and a random quickstart model for their text. Real parts, made in
 milliseconds."""
 
 import copy
@@ -30,7 +30,7 @@ def make_factory(**changes):
 
 @functools.cache
 def corpus(games=100):
-    """(prompts, actions, observations) of expert play with random actions mixed in."""
+    """(prompts, actions, observations) of expert play mixed with random actions."""
     factory = make_factory()
     rng = random.Random(0)
     environment = factory.make()
@@ -89,7 +89,7 @@ def _practised(steps=20):
 
 
 def practised_model():
-    """A model that has seen some admissible actions: valid about as often as not."""
+    """A model that has seen some admissible actions. About half of its actions are valid."""
     return copy.deepcopy(_practised())
 
 
@@ -98,7 +98,7 @@ def make_engine(model=None, **options):
 
 
 class Scripted:
-    """An engine whose model says what `answer(prompt)` gives."""
+    """An engine whose model responds with `answer(prompt)`."""
 
     version = 0
     continuous = True

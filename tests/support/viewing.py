@@ -10,7 +10,7 @@ from paw.tools.view import make_server
 
 @contextmanager
 def serving(root):
-    """Serve `root`. Yields a function of (path, headers) that returns (status, text); its member
+    """Serve `root`. Yields a function of (path, headers) that returns (status, text). Its attribute
     `url` is the address."""
     server = make_server(root)
     address = f"http://127.0.0.1:{server.server_address[1]}"
