@@ -1,4 +1,5 @@
-"""bf16 means the same in one rank and in two: log-probs, and gradients of all weights or of LoRA's adapters."""
+"""bf16 gives the same results in one rank and in two: log-probs, and gradients of all weights or
+LoRA's adapters."""
 
 import copy
 from dataclasses import replace
@@ -24,7 +25,7 @@ SHARP = {"initializer_range": 0.1, "num_hidden_layers": 4}
 
 def packing_of(policy, ranks):
     return Packing(
-        budget=1,  # each row by itself: in bf16 a number depends on what is in its batch
+        budget=1,  # each row by itself, because in bf16 a result depends on the rest of the batch
         pads=policy.pads_sequences,
         quadratic=policy.quadratic,
         ranks=ranks if ranks.world_size > 1 else None,

@@ -1,4 +1,6 @@
-"""Full weights from shards: bit for bit, in few calls, in bounded memory; and what FSDP gathers."""
+"""Full weights are gathered from shards bit for bit, in few calls and bounded memory.
+
+Also tests what FSDP gathers."""
 
 import copy
 import weakref
@@ -23,8 +25,8 @@ from paw.model.policy import Policy, full_parameters
 pytestmark = pytest.mark.slow
 
 BUCKET = 6000
-"""Bytes: more than a layer's matrices, less than the embedding [61, 32], which 2 and 3 sharers
-share unevenly."""
+"""Bytes. More than a layer's matrices, less than the embedding [61, 32], which 2 and 3 ranks share
+unevenly."""
 CASES = (
     # family, dtype of the parameters, rank of adapters
     ("qwen2-tied", torch.float32, 0),
@@ -34,7 +36,7 @@ CASES = (
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operators have made and that still exist."""
+    """Counts the bytes of storages that operators have created and that still exist."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def storages(values):
-    """Those of all plain tensors among nested values."""
+    """The storages of all plain tensors among nested values."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     return [tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, DTensor)]
 
@@ -92,7 +94,7 @@ def make_models(ranks, case, sharers=None):
 
 
 def received(pairs, expected):
-    """(number of collective calls, peak of bytes) of a pass whose tensors are as expected."""
+    """(number of collective calls, peak bytes) of a pass, after checking its tensors."""
     with CommDebugMode() as calls, LiveBytes() as memory:
         for (name, tensor), (expected_name, expected_tensor) in zip(pairs, expected, strict=True):
             assert name == expected_name

@@ -1,4 +1,4 @@
-"""If a rank is killed or stopped, or loses its launcher, the others end, and a line says which one
+"""If a rank is killed or stopped, or loses its launcher, the others end, and a line says which rank
 and why."""
 
 import os
@@ -63,7 +63,7 @@ if "RANK" not in os.environ:
 
 @pytest.fixture
 def recipe(start, tmp_path):
-    """The recipe of a long run."""
+    """A recipe for a long run."""
     settings = {
         "run": {
             "dir": str(tmp_path),
@@ -87,7 +87,7 @@ def recipe(start, tmp_path):
 
 
 def play(recipe, name, program):
-    """Let the recipe play the environment `name` of a program."""
+    """Make the recipe play the environment `name` of a program."""
     module = recipe.with_name("mine.py")
     module.write_text(program)
     settings = tomllib.loads(recipe.read_text()) | {"env": {"name": f"{module}:{name}"}}
@@ -95,7 +95,7 @@ def play(recipe, name, program):
 
 
 def launched(recipe, *options):
-    """`paw train` from the interpreter's start on, in a session of its own."""
+    """`paw train`, starting with the interpreter, in its own session."""
 
     def set_handler():  # background jobs of a script ignore it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -113,8 +113,8 @@ def launched(recipe, *options):
 
 @pytest.fixture
 def forked_session(paw_start, paw_env, tmp_path, monkeypatch):
-    """`forked_session(recipe, ...)` is `launched` without the seconds in which three interpreters
-    import torch. Its processes are killed at the end."""
+    """`forked_session(recipe, ...)` is `launched` without the seconds that three interpreters take
+    to import torch. Its processes are killed at the end."""
     (tmp_path / "session.py").write_text(OF_ITS_OWN_SESSION)
     monkeypatch.setitem(paw_env, "FORKED_PATCH", str(tmp_path / "session.py"))
     started = []
@@ -134,12 +134,12 @@ def kill_session(launcher):
 
 
 def has_ended_or(launcher, condition):
-    """The condition, or that the launcher has ended, after which the condition never would hold."""
+    """Wait for the condition, or for the end of the launcher, after which it would never hold."""
     return lambda: launcher.poll() is not None or condition()
 
 
 def ranks_of(launcher, folder):
-    """Processes of the two ranks, after an update."""
+    """The processes of the two ranks, once an update is done."""
     checkpoints = folder / "run" / "checkpoints"
     wait_until(has_ended_or(launcher, lambda: any(checkpoints.glob("step_*"))), 200)
     ranks = [rank for watched in children(launcher.pid) for rank in children(watched)]
@@ -149,8 +149,8 @@ def ranks_of(launcher, folder):
 
 @pytest.fixture
 def running(recipe, paw_start, tmp_path):
-    """A long run in two ranks, after an update: (launcher, processes of the ranks). What still runs
-    at the end is killed."""
+    """(launcher, processes of the ranks) of a long run in two ranks, once an update is done. What
+    is still running at the end is killed."""
     launcher = paw_start("train", recipe, *TWO_RANKS)
     ranks = ranks_of(launcher, tmp_path)
     yield launcher, ranks
@@ -160,7 +160,7 @@ def running(recipe, paw_start, tmp_path):
 
 
 def listening(pid):
-    """Local addresses, as /proc has them, of the sockets on which a process accepts connections."""
+    """Local addresses of the sockets on which a process accepts connections, in /proc's format."""
     files = [file for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
     sockets = {str(file.readlink()) for file in files}
     addresses = []
@@ -184,7 +184,7 @@ def test_nothing_listens_beyond_this_machine_and_ranks_die_with_their_launcher(r
 
 
 def test_a_killed_rank_is_named(running, tmp_path):
-    """Rank 0, through which the others meet; the next test is of rank 1."""
+    """Rank 0, through which the others meet. The next test is about rank 1."""
     launcher, ranks = running
     os.kill(ranks[0], signal.SIGKILL)
     assert launcher.wait(60) in (1, 3)
@@ -221,7 +221,7 @@ def test_a_stopped_rank_is_named_and_ends_the_run(running, lost):
 def test_two_sigterms_end_ranks_that_wait_for_a_stopped_one(running):
     launcher, ranks = running
     os.kill(ranks[1], signal.SIGSTOP)
-    time.sleep(1.0)  # the other one waits by now
+    time.sleep(1.0)  # the other one is waiting by now
     launcher.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     launcher.send_signal(signal.SIGTERM)
@@ -248,7 +248,7 @@ def test_two_ctrl_cs_end_ranks_whose_environment_holds_the_interpreter(
 
 
 def test_a_closed_terminal_lets_ranks_save(recipe, forked_session, tmp_path):
-    """It sends SIGHUP to all processes, the launcher too, as Ctrl-C sends SIGINT."""
+    """It sends SIGHUP to all processes, including the launcher, as Ctrl-C sends SIGINT."""
     launcher = forked_session(recipe, *TWO_RANKS, "--run.save_every", "0")
     metrics = tmp_path / "run" / "metrics.jsonl"
 
@@ -284,8 +284,8 @@ def test_ranks_that_ctrl_c_ended_before_python_could_handle_it(capsys):
     [(0.2, ()), (1.6, ()), (2.5, TWO_RANKS)],
 )
 def test_ctrl_c_while_it_loads_ends_it_without_an_abort(recipe, delay, options):
-    """At moments from the interpreter's start to the first episodes. The terminal sends the signal
-    to all processes."""
+    """At several moments, from the interpreter's start to the first episodes. The terminal sends
+    the signal to all processes."""
     child = launched(recipe, *options)
     time.sleep(delay)
     pids = children(child.pid)
@@ -294,7 +294,7 @@ def test_ctrl_c_while_it_loads_ends_it_without_an_abort(recipe, delay, options):
         errors = child.communicate(timeout=60)[1]
     finally:
         kill_session(child)
-    if "finishing this update" in errors:  # it had loaded already
+    if "finishing this update" in errors:  # it had already loaded
         assert child.returncode == 0
         return
     assert child.returncode in (130, -signal.SIGINT), errors

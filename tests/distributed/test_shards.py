@@ -1,5 +1,5 @@
-"""Checkpoints of several ranks: a file for each rank, which any number of ranks reads, written
-while training goes on."""
+"""Checkpoints of several ranks: one file per rank, written while training goes on, and readable by
+any number of ranks."""
 
 import shutil
 import signal
@@ -81,7 +81,7 @@ def metrics_of(run):
 
 
 def assert_equal(first, second, but=()):
-    """Two checkpoints hold the same tensors, whatever their files."""
+    """Two checkpoints hold the same tensors, even if their files differ."""
     expected, _ = restore.load(first)
     tensors, _ = restore.load(second)
     stems = expected.keys() - set(but)
@@ -94,18 +94,18 @@ def assert_equal(first, second, but=()):
 
 
 def manifest_of(run, step):
-    """The digests of the files of a checkpoint."""
+    """The digests of a checkpoint's files."""
     return checkpoint.read_manifest(checkpoint_of(run, step))[0]
 
 
 @pytest.fixture(scope="module")
 def whole(start, tmp_path_factory):
-    """The directory of a run of two ranks and three updates that nothing disturbs; read only."""
+    """The directory of an undisturbed run of two ranks and three updates. Read only."""
     return train(tmp_path_factory.mktemp("whole"), start, "run", gpus=2, run_updates=3, **PPO)
 
 
 def begun(whole, folder, step):
-    """A copy in `folder` of that run as it was after some updates."""
+    """A copy of that run in `folder`, as it was after some updates."""
     run = shutil.copytree(whole, folder / "run")
     for later in range(step + 1, 4):
         shutil.rmtree(checkpoint_of(run, later))
@@ -160,7 +160,7 @@ def test_a_file_that_is_missing_or_damaged_is_refused_by_all_ranks_in_one_line(
 
 @contextmanager
 def started(commands, folder):
-    """A future of `run_ranks` with a rank for each command. The ranks are killed at the end."""
+    """A future of `run_ranks`, with a rank for each command. The ranks are killed at the end."""
     ranks = []
 
     def remembered(*words, **options):
@@ -176,15 +176,16 @@ def started(commands, folder):
 
 
 def test_kill_9_while_it_is_written_leaves_the_older_one(start, whole, tmp_path, monkeypatch):
-    """Nothing counts as saved before all ranks have written their files. Two machines, which have
-    the run's folder in common, go on from the older one to the weights of a run that is whole."""
+    """A checkpoint only counts as saved when all ranks have written their files. Two machines that
+    share the run's folder resume from the older one, and reach the weights of an undisturbed
+    run."""
     patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(600)"))
     folder = tmp_path / "runs"
     run = begun(whole, folder, 1)
     words = words_of(folder, start, "run", "--resume", "auto", run_updates=3, **PPO)
     checkpoints = run / "checkpoints"
     with started([words] * 2, tmp_path) as ended:
-        # After the third update it waits for the checkpoint of the second.
+        # After the third update, it waits for the second one's checkpoint.
         while len(metrics_of(run)) < 4:
             assert not ended.done(), ended.result()
             time.sleep(0.05)
@@ -235,8 +236,8 @@ UNTIL_FAILED = "any(os.path.exists({failed!r}) or time.sleep(0.1) for _ in range
 def test_a_checkpoint_that_is_being_written_outlives_a_failing_callback(
     start, whole, tmp_path, monkeypatch, failing
 ):
-    """Whichever ranks it fails on, before rank 1 has written its files. They hold what was there
-    when their writing began, although another update has followed."""
+    """Whichever ranks writing fails on, before rank 1 has written its files. The files hold the
+    state from when writing began, although another update has followed."""
     run = begun(whole, tmp_path, 1)
     failed = str(tmp_path / "failed")
     patched(monkeypatch, tmp_path, SLOW.format(what=UNTIL_FAILED.format(failed=failed)))
@@ -265,7 +266,7 @@ def trained(mesh, slope):
 
 
 def replicas(rank, folder):
-    """One of four ranks on two machines: shards within a machine, replicas across."""
+    """One of four ranks on two machines, with shards within a machine and replicas across them."""
     ranks = DistributedRanks.join(rank, 4, 2, torch.device("cpu"))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machines", "ranks"))
     saved = trained(mesh, 0)

@@ -1,4 +1,4 @@
-"""LoRA runs from the command line: what they save, export and resume, in one rank or two."""
+"""LoRA runs from the command line save, export and resume, in one rank or two."""
 
 import shutil
 

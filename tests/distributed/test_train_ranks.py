@@ -1,4 +1,4 @@
-"""Training in two gloo ranks leads to the weights of one rank, whatever the engine."""
+"""Training in two gloo ranks leads to the same weights as in one rank, with every engine."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def start(tmp_path_factory):
 
 
 def words_of(folder, start, name, *options, **changes):
-    """The words of `paw train` with a recipe that is written to `folder`; `optim_lr=1` changes
+    """The arguments of `paw train` with a recipe that is written to `folder`. `optim_lr=1` changes
     optim.lr."""
     settings = {
         "run": {"dir": str(folder), "updates": 3, "save_every": 0},
@@ -54,8 +54,8 @@ def words_of(folder, start, name, *options, **changes):
 
 
 def train(folder, start, name, *options, gpus=1, on_host=0, **changes):
-    """The directory of a finished run, in a forked process for each rank; `on_host` of them a
-    machine (0: all)."""
+    """The directory of a finished run, with a forked process for each rank, and `on_host` of them
+    per machine (0: all)."""
     words = words_of(folder, start, name, *options, **changes)
     ended = run_ranks([words] * gpus, [folder] * gpus, on_host=on_host or gpus)
     assert exit_codes(ended) == [0] * gpus, ended
@@ -72,8 +72,8 @@ def last_metrics(run):
 
 
 def two_machines(folder, recipe, *options, second=()):
-    """The recipe in two ranks, each on a machine of its own, with `folder`/runs in common: [(exit
-    code, standard error)]."""
+    """Runs the recipe in two ranks, each on its own machine, which share `folder`/runs. Returns
+    [(exit code, standard error)]."""
     folders = [folder / f"machine{rank}" for rank in range(2)]
     for machine in folders:
         machine.mkdir(exist_ok=True)
@@ -99,7 +99,7 @@ def test_ranks_that_were_started_apart_are_refused_in_one_line(start, tmp_path):
 
 
 def same_line_of_all(ended):
-    """The one line of standard error with which all ranks have ended, with exit code 2."""
+    """The single line of standard error with which all ranks have ended, with exit code 2."""
     assert set(exit_codes(ended)) == {2}, ended
     (errors,) = {errors for _, errors in ended}
     assert errors.count("\n") == 1
@@ -107,7 +107,7 @@ def same_line_of_all(ended):
 
 
 def weights(run, file="model"):
-    """The tensors of a file of the run's newest checkpoint."""
+    """The tensors in a file of the run's newest checkpoint."""
     return restore.load(max((run / "checkpoints").glob("step_*")))[0][file]
 
 
@@ -116,7 +116,7 @@ def flattened(tensors):
 
 
 def distance(tensors, expected):
-    """The distance of two sets of tensors, relative to the second's norm."""
+    """The distance between two sets of tensors, relative to the norm of the second."""
     difference = flattened(tensors) - flattened(expected)
     return float(difference.norm() / flattened(expected).norm())
 
@@ -126,7 +126,7 @@ PPO = {"run_updates": 1, "advantage_type": "ppo", "critic_lr": 3e-3, "wm_loss": 
 
 @pytest.fixture(scope="module")
 def one(start, tmp_path_factory):
-    """The directory of a run of one rank and one update, with a critic; read only."""
+    """The directory of a run of one rank and one update, with a critic. Read only."""
     return train(tmp_path_factory.mktemp("one"), start, "one", **PPO)
 
 
@@ -138,7 +138,7 @@ CALLBACKS["report"] = {callback!r}
 
 @pytest.mark.slow
 def test_two_ranks_train_to_the_weights_of_one(start, one, tmp_path, monkeypatch):
-    """Policy and critic; the two ranks do everything that saves memory."""
+    """With policy and critic. The two ranks use everything that saves memory."""
     thrifty = {
         "model_checkpointing": "full",
         "model_offload_activations": True,
@@ -159,7 +159,7 @@ def test_two_ranks_train_to_the_weights_of_one(start, one, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_buffers_of_the_model_reach_every_rank_and_the_export(tmp_path):
-    """EXAONE's router has a bias that is not a parameter, and stays float32 even if weights are
+    """EXAONE's router has a bias that is not a parameter. It stays float32 even if weights are
     bf16."""
     tokenizer = make_tokenizer()
     torch.manual_seed(1)
@@ -222,8 +222,8 @@ class Held:
 
 @pytest.mark.slow
 def test_four_ranks_as_two_machines_train_to_the_weights_of_one(start, one, tmp_path):
-    """Policy and critic are sharded within a machine, with a copy on each; there are more ranks
-    than tasks."""
+    """Policy and critic are sharded within a machine, with a copy on each machine. There are more
+    ranks than tasks."""
     node = {"gpus": 4, "on_host": 2, "model_shard": "node", "run_callbacks": ["held.py:Held"]}
     (tmp_path / "held.py").write_text(HELD)
     four = train(tmp_path, start, "four", **PPO, **node)
@@ -307,7 +307,7 @@ def test_a_nan_on_one_rank_is_skipped_by_both_and_stops_the_run_in_the_end(
     folders = sorted((run / "checkpoints").glob("step_*"))
     assert [folder.name for folder in folders] == ["step_000001", "step_000002"]
     saved, saved_later = [restore.load(folder)[0] for folder in folders]
-    for file in ("model", "optimizer"):  # of all ranks: gathered to be saved
+    for file in ("model", "optimizer"):  # gathered from all ranks to be saved
         for name in saved[file]:
             assert torch.equal(saved[file][name], saved_later[file][name])
     skipped = [metrics.get("optim/skipped") for metrics in read_jsonl(run / "metrics.jsonl")]
@@ -323,7 +323,7 @@ def test_a_mistake_is_one_line_however_many_ranks_there_are(paw, tmp_path):
 
 
 def test_ranks_share_the_cores_of_this_process(monkeypatch):
-    """The machine may have more cores than a container or a scheduler leaves to this process."""
+    """The machine may have more cores than a container or scheduler gives this process."""
     environments = []
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr("os.cpu_count", lambda: 64)
@@ -351,7 +351,7 @@ def test_ranks_share_the_cores_of_this_process(monkeypatch):
 
 
 class Done:
-    """A child that has ended well, and said so."""
+    """A child that has ended successfully and has said so."""
 
     pid = 1
     returncode = 0

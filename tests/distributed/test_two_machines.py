@@ -1,5 +1,4 @@
-"""Two machines that have a run's folder in common and nothing else: each has its own home and
-working folder."""
+"""Two machines that share only the run's folder. Each has its own home and working folder."""
 
 import os
 import signal
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def agents(folder, words, stack):
-    """`torchrun -m paw WORDS` on each of two machines, one rank a machine."""
+    """`torchrun -m paw WORDS` on each of two machines, with one rank per machine."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
     torchrun = [
@@ -53,7 +52,7 @@ def agents(folder, words, stack):
 
 
 def kill(agent):
-    """The machine is gone: torchrun, and its ranks, which would outlive it for a moment."""
+    """Kill a machine: torchrun, and its ranks, which would outlive it for a moment."""
     for pid in (agent.pid, *children(agent.pid)):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -63,7 +62,7 @@ def kill(agent):
 def test_two_machines_train_are_killed_and_go_on_to_the_weights_of_one(
     start, tmp_path, monkeypatch
 ):
-    """Each machine holds all weights (model.shard); only the first has the model's folder."""
+    """Each machine holds all weights (model.shard). Only the first one has the model's folder."""
     for name in ("PAW_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     words = words_of(

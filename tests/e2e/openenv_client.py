@@ -1,5 +1,5 @@
-"""openenv's own client plays `paw serve env alfworld` at the URL given, asynchronously and not;
-prints JSON."""
+"""OpenEnv's own client plays `paw serve env alfworld` at the given URL, asynchronously and
+synchronously, and prints JSON."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ URL = sys.argv[1]
 
 
 async def play_two():
-    """(what two episodes showed, turn by turn; the state of the first)."""
+    """(what two episodes showed, turn by turn; the state of the first episode)."""
     async with GenericEnvClient(base_url=URL) as first, GenericEnvClient(base_url=URL) as second:
         observations = []
         texts = []

@@ -1,4 +1,4 @@
-"""Two environments written with the package openenv, at /guess and /shelf of a free port."""
+"""Two environments written with the package openenv, served at /guess and /shelf on a free port."""
 
 import socket
 import sys

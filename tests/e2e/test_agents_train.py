@@ -1,4 +1,4 @@
-"""Every agent trains with GRPO + PaW, also the agent of docs/agents.md with the reward there. So
+"""Every agent trains with GRPO + PaW, including the agent of docs/agents.md with its reward. So
 does a recipe of Table 2."""
 
 import json
@@ -48,7 +48,7 @@ def test_an_agent_trains(paw_here, read_metrics, tiny_llm, tmp_path, agent, reci
         assert metrics["health/env_failures"] == 0
         assert metrics["optim/skipped"] == 0
         assert math.isfinite(metrics["policy/loss"])
-        if "reward.type" in more:  # no win, and minus a tenth for each of up to four turns
+        if "reward.type" in more:  # no win, and a tenth less for each of up to four turns
             assert -0.4 <= metrics["reward/mean"] < 0.0
 
 
@@ -68,8 +68,8 @@ TABLE_2 = MODEL | {
 
 
 def test_a_recipe_of_table_2_trains(paw_here, read_metrics, tiny_llm, says_only, tmp_path):
-    """One update on questions from a file, then the table: the seven sets and their average, in the
-    paper's order."""
+    """One update on questions from a file, then the table of the seven sets and their average, in
+    the paper's order."""
     questions = []
     for number, source in enumerate(SETS):
         question = {"question": f"Where is {number}?", "golden_answers": ["Tuk"]}
@@ -95,7 +95,7 @@ def test_a_recipe_of_table_2_trains(paw_here, read_metrics, tiny_llm, says_only,
     assert 0 < metrics["success/all"] < 1
 
     evaluated = paw_here("eval", run, "--json", "--out", tmp_path / "out").stdout
-    card = run / "hf" / "README.md"  # further training writes another
+    card = run / "hf" / "README.md"  # more training writes another
     card.write_text(card.read_text().replace(": 1 updates", ": 2 updates"))
     errors = paw_here("eval", run, "--out", tmp_path / "out", code=2).stderr
     assert "holds an evaluation with updates = 1, not 2" in errors

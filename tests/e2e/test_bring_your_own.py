@@ -1,4 +1,4 @@
-"""The files and commands of docs/bring-your-own.md work, one after another, with a small model and
+"""The files and commands of docs/bring-your-own.md work one after another, with a small model and
 few episodes."""
 
 import re

@@ -1,5 +1,5 @@
-"""WebShop, search QA and maths problems in several tries, trained with PaW by their recipes, from
-the warm-up on."""
+"""WebShop, search QA, and maths problems with several attempts, trained with PaW by their recipes,
+starting at the warm-up."""
 
 import json
 import math
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_an_environment_trains_with_paw(paw, quick, tmp_path, name, words, steps):
-    """`words` stand in the prompts of this environment and of no other. The warm-up has the fewest
-    `steps` in which a search is learnt."""
+    """`words` occur only in the prompts of this environment. The warm-up has the fewest `steps`
+    that teach it to search."""
     settings = {
         "run.dir": tmp_path, "run.name": "run", "wm.alpha": 1.0, "run.updates": 1, "warmup.max_steps": steps,
         "rollout.tasks": 2, "eval.games": 2,

@@ -1,6 +1,6 @@
 """The programs of examples/ that need no server run as they are, with few episodes.
 
-Those that do: test_openenv.py, test_vllm_server.py, envs/test_verifiers.py.
+The others are tested in test_openenv.py, test_vllm_server.py and envs/test_verifiers.py.
 """
 
 import json
@@ -12,12 +12,12 @@ from jsonl import read_jsonl
 from run_examples import EXAMPLES, SMALL, SMALL_WARMUP, in_their_folder, run_example
 
 LINES = 60
-"""Most lines of an example."""
+"""Maximum number of lines of an example."""
 
 
 @pytest.fixture
 def example(paw_env, tmp_path, monkeypatch, capfd):
-    """`example(name, **settings)` runs it and returns (exit code, what it printed, errors)."""
+    """`example(name, **settings)` runs an example and returns (exit code, output, errors)."""
     in_their_folder(monkeypatch, paw_env["PAW_CACHE"], tmp_path)
 
     def run(name, settings):
@@ -62,8 +62,8 @@ def test_an_example_trains(example, read_metrics, tmp_path, name, more, said):
 
 @pytest.mark.slow
 def test_the_notebook_runs(paw_env, tmp_path, monkeypatch):
-    """The cells in their order, in IPython. The plot is in the output of the cell that trains, once
-    for both runs, and the notebook is stored with it."""
+    """The cells run in order, in IPython. The output of the cell that trains has one plot for both
+    runs, and the notebook is stored with it."""
     pytest.importorskip("IPython", reason="pip install 'paw-trainer[test]'")
     monkeypatch.syspath_prepend(EXAMPLES.with_name("bench"))
     from notebook import run_notebook

@@ -1,5 +1,5 @@
-"""OpenEnv in both directions, with the package itself in processes of their own: it needs another
-mcp than vLLM."""
+"""OpenEnv in both directions. The package itself runs in separate processes, because it needs a
+different version of mcp than vLLM."""
 
 import json
 import os
@@ -39,7 +39,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def start(paw_env):
-    """`start(*words)` starts a server, `python *words`, which can import openenv, and returns a
+    """`start(*words)` starts the server `python *words`, which can import openenv, and returns a
     function that waits for its URL."""
     env = paw_env | {"PYTHONPATH": os.pathsep.join([str(PACKAGE), paw_env["PYTHONPATH"]])}
     started = []
@@ -68,7 +68,7 @@ def start(paw_env):
 
 @pytest.fixture(scope="module")
 def urls(start):
-    """The URLs of a guessing game, of tools and of `paw serve env alfworld`."""
+    """The URLs of a guessing game, of tools, and of `paw serve env alfworld`."""
     url_of_package = start(HERE / "openenv_server.py")
     url_of_paw = start("-m", "paw", "serve", "env", "alfworld", "--port", 0, *as_words(ROOM))
     package = url_of_package()
@@ -96,7 +96,7 @@ def test_training_on_an_environment_of_openenv(urls, paw_here, read_metrics, tin
 
 
 def test_training_on_tools_of_openenv(urls, paw_here, read_metrics, tiny_llm, says_only, tmp_path):
-    """The calls of a turn, also several, are played over MCP; their results are the world model's
+    """One or several calls of a turn are played over MCP. Their results are the world model's
     targets."""
     calls = [Reply.of("", ToolCall("put", {"thing": thing}, "")) for thing in ("cup", "cat")]
     model = says_only(tiny_llm(tmp_path / "model"), *calls, "<|im_end|>", template=QWEN25_TEMPLATE)
@@ -125,9 +125,9 @@ def test_training_on_tools_of_openenv(urls, paw_here, read_metrics, tiny_llm, sa
 def test_an_environment_served_is_the_environment_itself(
     urls, paw_here, read_metrics, tiny_llm, tmp_path
 ):
-    """Training over the server has the metrics of training without one, except those of kinds of
-    tasks. Prompts come in another order, so sums are rounded differently, and other sequences share
-    a forward pass."""
+    """Training over the server has the same metrics as training without one, except those by kind
+    of task. Prompts arrive in a different order, so sums are rounded differently and different
+    sequences share a forward pass."""
     direct = {"env.name": "alfworld", **ROOM}
     served = {
         "env.name": "openenv", "env.url": urls[2], "env.prompt_field": "prompt", "env.eval_split": "valid_unseen",

@@ -1,5 +1,5 @@
-"""`paw serve retriever` as a process on loopback: it answers many clients at once, names mistakes
-and ends cleanly."""
+"""`paw serve retriever` as a process on loopback answers many clients at once, names mistakes and
+ends cleanly."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def serve(paw_start, corpus) -> Callable:
-    """`serve(*words)` starts a server on a free port: (process, URL, its first line)."""
+    """`serve(*words)` starts a server on a free port. Returns (process, URL, its first line)."""
 
     def start(*words):
         child = paw_start("serve", "retriever", "--corpus", corpus, "--port", 0, *words)
@@ -105,7 +105,7 @@ def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw
 
 
 def check_answers(http: httpx.Client, local: Any) -> None:
-    """With and without scores, and the state of the server."""
+    """Documents with and without scores, and the state of the server."""
     document = {"id": "42", "contents": '"Number 42"\nmod0 mod9 unique42'}
     (hit,) = local.search(["unique42"], 1)[0]
     with_scores = {"query": "unique42", "topk": 3, "return_scores": True}
@@ -148,7 +148,7 @@ def stream(count: int) -> Iterator[bytes]:
 
 
 class Slow:
-    """A retriever that answers while `may_answer` is set."""
+    """A retriever that only answers while `may_answer` is set."""
 
     def __init__(self):
         self.may_answer = threading.Event()

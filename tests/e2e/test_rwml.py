@@ -1,4 +1,4 @@
-"""RWML from the first episode to the last update, as a user runs it, with a real encoder."""
+"""RWML from the first episode to the last update, run as by a user, with a real encoder."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, made from its package as users make it: its template, an update on vLLM,
+"""SmolLM2-135M-Instruct, made from its package as users do: its template, an update on vLLM, and
 its export there."""
 
 import importlib.util
@@ -45,7 +45,7 @@ def test_the_tokenizer_is_the_published_one(smollm2):
     ]  # fmt: skip
     assert tokenizer.convert_ids_to_tokens(range(7)) == special
     words = tokenizer.convert_ids_to_tokens(tokenizer("12 on\n\n34")["input_ids"])
-    # Digits are tokens, and text is cut before white space.
+    # Each digit is a token, and text is split before white space.
     assert words == ["1", "2", "Ġon", "ĊĊ", "3", "4"]
 
 
@@ -99,7 +99,7 @@ def test_the_model_has_the_published_shape_and_is_made_once(smollm2, paw_here, t
 def test_an_update_on_vllm_and_its_export_there(
     smollm2, paw_here, quick, vllm_here, tmp_path, monkeypatch
 ):
-    """GRPO + PaW with vLLM as the sampler; vLLM alone loads what is exported, and answers
+    """GRPO + PaW with vLLM as the sampler. vLLM on its own loads the export and answers
     questions."""
     (tmp_path / "mine.py").write_text(
         "def odd(trajectory):\n    return float(trajectory.turns[0].response_ids[0] % 2)\n"

@@ -34,7 +34,7 @@ EVAL_METRICS = {
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The digest of each file of weights."""
+    """The digest of each weights file."""
     files = folder.glob("*.safetensors")
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
@@ -102,7 +102,7 @@ def test_the_export_is_the_checkpoint(quick_run, quick_model):
     assert text.count("task") == 1
     assert "2 updates" in (folder / "README.md").read_text()
 
-    # AutoTokenizer picks classes by model type: the phrase tokens must come back.
+    # AutoTokenizer picks classes by model type, so the phrase tokens must come back.
     sample = read_jsonl(quick_run / "samples.jsonl")[0]
     for model in (quick_model, folder):
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -138,7 +138,7 @@ def test_rollout_lines_hold_what_the_exported_model_would_say(paw_here, quick_ru
 
 
 def test_commands_work_on_a_run_without_export(paw_here, quick_run, tmp_path):
-    """A run that was killed has checkpoints and no hf/; what a program reads on stdout stays
+    """A run that was killed has checkpoints but no hf/. What a program reads on stdout stays
     clean."""
     for name in ("config.toml", "metrics.jsonl"):
         (tmp_path / name).write_bytes((quick_run / name).read_bytes())
@@ -184,8 +184,8 @@ def test_the_seed_decides_everything(paw, quick, quick_run, read_metrics, tmp_pa
 
 
 def test_any_causal_lm_and_what_is_not_measured_is_absent(paw_here, tiny_llm, tmp_path):
-    """The paper's prompt on a model that is not the quickstart's. Without a reference, KL is in no
-    log, line, page or plot; it appears once there is one."""
+    """The paper's prompt on a model other than the quickstart's. Without a reference, no log, line,
+    page or plot shows KL. With one, they do."""
     model = tiny_llm(tmp_path / "model", "qwen3")
     run = tmp_path / "byte"
     settings = {
@@ -240,15 +240,15 @@ def test_any_causal_lm_and_what_is_not_measured_is_absent(paw_here, tiny_llm, tm
 
 
 def test_the_python_page_runs_as_a_notebook(quick, paw_env, tmp_path, monkeypatch, capfd):
-    """The blocks of docs/python.md in their order, in one process and one namespace, inside a
-    running event loop, with fewer updates."""
+    """The blocks of docs/python.md run in order, in one process and one namespace, inside a running
+    event loop, with fewer updates."""
     brief = quick | {"run.updates": 1, "eval.games": 2}
     load = paw.load
 
     def brief_load(recipe, **changes):
         for key, value in brief.items():
             if key.startswith("warmup.") and "model.path" in changes:
-                continue  # a model of one's own has no warm-up
+                continue  # a user's own model has no warm-up
             changes[key] = value
         return load(recipe, **changes)
 
@@ -256,7 +256,7 @@ def test_the_python_page_runs_as_a_notebook(quick, paw_env, tmp_path, monkeypatc
         for number, cell in enumerate(cells, start=1):
             exec(compile(cell, f"docs/python.md, block {number}", "exec"), names)  # noqa: S102
             await asyncio.sleep(0)
-            # The first report is enough: each takes seconds.
+            # One report is enough, since each takes seconds.
             monkeypatch.setitem(CALLBACKS, "report", "builtins:object")
 
     monkeypatch.setenv("PAW_CACHE", paw_env["PAW_CACHE"])

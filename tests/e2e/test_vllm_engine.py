@@ -1,5 +1,5 @@
-"""The vLLM engine against the trainer's own forward pass, before and after every sync, and whole
-rollouts on it."""
+"""Compares the vLLM engine with the trainer's own forward pass before and after every sync, and
+runs full rollouts on it."""
 
 import copy
 import importlib
@@ -50,8 +50,8 @@ def test_what_vllm_cannot_serve_is_a_users_error(vllm_here, tmp_path):
 
 
 def test_vllm_leaves_the_number_of_threads(monkeypatch):
-    """What a GPU's worker does before it compiles: graphs would be guarded by a number that the
-    trainer puts back."""
+    """What a GPU's worker does before it compiles. Otherwise graphs would be guarded by a number
+    that the trainer puts back."""
     import_vllm()
     from vllm.utils.torch_utils import set_torch_threads_for_runtime
 
@@ -70,8 +70,8 @@ def test_vllm_leaves_the_number_of_threads(monkeypatch):
 
 @pytest.fixture(scope="module")
 def setup(vllm_here, tmp_path_factory):
-    """(model, engine that holds its weights) in one thread, where sums have one order; the engine
-    loads no weights."""
+    """(model, engine that holds its weights) in one thread, where sums have a single order. The
+    engine loads no weights."""
     threads = torch.get_num_threads()
     folder = tmp_path_factory.mktemp("model")
     torch.set_num_threads(1)
@@ -151,7 +151,7 @@ def perturb(model, seed, scale):
 
 
 def test_seeds_decide_whatever_is_in_the_batch_or_the_cache(setup):
-    """And the log-probs are the trainer's."""
+    """The log-probs are also the trainer's."""
     model, engine = setup
     requests = make_requests()
     together = run(engine, requests)
@@ -227,7 +227,7 @@ def test_misuse_is_refused(setup):
 
 
 def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_trainer(setup):
-    """For the tokens that vLLM sampled, and for those of transformers."""
+    """For tokens sampled by vLLM and for those sampled by transformers."""
     model, engine = setup
     policy = Policy(copy.deepcopy(model))
     requests = [replace(request, temperature=1.0) for request in make_requests()]
@@ -261,7 +261,7 @@ def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_tra
 
 
 def play(setup, *, reference=False, environments=32, max_turns=12):
-    """(groups, statistics, engine steps) of episodes with responses a fifth as long as the
+    """(groups, statistics, engine steps) of episodes whose responses are a fifth as long as the
     benchmark's."""
     model, engine = setup
     push_weights(model, engine, version=0)  # empties the cache
@@ -292,13 +292,13 @@ def test_the_same_episodes_in_half_the_engine_steps(setup):
     lengths = []
     for episode in episodes:
         lengths.append(sum(len(turn.response_ids) for turn in episode.turns))
-    # It never waits: the longest episode alone takes as many steps.
+    # It never waits: the longest episode on its own takes as many steps.
     assert max(lengths) <= steps <= max(lengths) + 25
 
 
 def test_the_hit_rate_that_training_logs(setup):
-    """One turn of two groups of eight: the first member of a group computes its whole prompt, the
-    others only the end of theirs."""
+    """In one turn of two groups of eight, the first member of a group computes its full prompt, and
+    the others only the end of theirs."""
     groups, stats, _ = play(setup, environments=16, max_turns=1)
     shared = simulation.TASK_TOKENS // BLOCK * BLOCK  # observations differ from member to member
     prompts = sum(len(turn.prompt_ids) for turn in bench.turns_of(groups))
@@ -306,7 +306,7 @@ def test_the_hit_rate_that_training_logs(setup):
 
 
 def test_an_engine_whose_worker_dies_is_one_line(setup, monkeypatch):
-    """The run ends with that line, and its last checkpoint stays, as with any UserError."""
+    """The run ends with that line, and its last checkpoint is kept, as with any UserError."""
     _, engine = setup
 
     def execute_model(*args, **options):

@@ -1,5 +1,5 @@
-"""vLLM's own server as the sampler: it gives the tokens of the engine in the process, takes weights
-under running requests, and leaves nothing behind when it is killed."""
+"""vLLM's own server as the sampler. It gives the same tokens as the in-process engine, takes
+weights while requests are running, and leaves nothing behind when it is killed."""
 
 import copy
 import importlib.util
@@ -74,7 +74,7 @@ class Adder(Conversation):
 
 
 def make_model(folder, seed=0):
-    """The model of the folder; with a seed, other weights."""
+    """The model in the folder, with different weights if a seed is given."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def vocabulary(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_llm):
-    """The random model of all servers, whose vocabulary has the words of `CALLS`."""
+    """The random model that all servers use. Its vocabulary has the words of `CALLS`."""
     folder = tiny_llm(tmp_path_factory.mktemp("model"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -106,14 +106,14 @@ def servers(folder):
         folder, max_model_len=LIMIT, dtype="float32", on_cpu=True, entropy=True, lora=LORA
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # it compiles what nothing reads
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # it compiles things that nothing reads
         started = Servers(command, [[]], folder / "servers")
     started.wait()
     yield started
     (group,) = set(map(os.getpgid, servers_of(folder)))
     assert len(members(group)) >= 2  # with its engine
     os.kill(started._running[0].pid, signal.SIGKILL)  # the process that looks after the server
-    os.kill(group, signal.SIGKILL)  # the API server, which is the first of its group
+    os.kill(group, signal.SIGKILL)  # the API server, the first of its process group
     wait_until(lambda: not members(group), seconds=30)
     started.close()
 
@@ -151,8 +151,8 @@ def truth(model, request, completion):
 
 
 def servers_of(folder):
-    """Ids of servers, whose command names the model's folder, without the processes that look after
-    them."""
+    """Ids of servers, whose command names the model's folder, without their supervising
+    processes."""
     servers = []
     for path in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
@@ -163,7 +163,7 @@ def servers_of(folder):
 
 
 def members(group):
-    """Ids of the processes of a process group: a server and what it has started."""
+    """Ids of the processes in a process group: a server and the processes it has started."""
     processes = []
     for path in Path("/proc").iterdir():
         with suppress(OSError, ValueError, IndexError):
@@ -200,9 +200,9 @@ def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, t
 
 
 def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_path, monkeypatch):
-    """An update in which vLLM writes calls, its parser of the template's format reads them, and the
+    """In this update, vLLM writes calls, its parser for the template's format reads them, and the
     template puts the results into the next prompt, where earlier ids stay as they are. vLLM's
-    log-probs are the trainer's. The URLs have a password, which no file of the run has."""
+    log-probs are the trainer's. The URLs contain a password, which no file of the run contains."""
     (tmp_path / "adder.py").write_text(ADDER)
     model = shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("servers"))
     says_only(model, *CALLS, "<|im_end|>", template=QWEN25_TEMPLATE)
@@ -213,7 +213,7 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
         "rollout.max_response_tokens": 6, "rollout.max_prompt_tokens": LIMIT - 6, "rollout.tasks": 4, "run.threads": 1,
         "rollout.group_size": 4, "policy.old_logp": "trainer", "run.dir": tmp_path, "model.dtype": "auto",
     }  # fmt: skip
-    # "auto" is float32 here, for what servers get too.
+    # "auto" is float32 here, also for what servers get.
     monkeypatch.setattr("paw.model.dtype.cpu_features", frozenset)
     config = load("quickstart", {key: str(value) for key, value in keys.items()})
     with open_run(config) as run:
@@ -258,8 +258,8 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
 
 
 def test_an_unchanged_agent_trains_on_a_server(folder, servers, says_only, updated, tmp_path):
-    """An update with an agent that is a program, written with openai's client. Its conversations
-    are sequences of vLLM's own tokens, and vLLM's log-probs are the trainer's."""
+    """An update with an agent that is a program written with OpenAI's client. Its conversations are
+    sequences of vLLM's own tokens, and vLLM's log-probs are the trainer's."""
     model = shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("servers"))
     says_only(model, *CALLS, "<|im_end|>", template=QWEN25_TEMPLATE)
     rows = [{"question": f"Reach {goal}.", "goal": goal} for goal in (7, 8)]
@@ -293,7 +293,7 @@ def test_an_unchanged_agent_trains_on_a_server(folder, servers, says_only, updat
 def test_the_example_trains_adapters_on_a_server(
     folder, servers, paw_env, read_metrics, tmp_path, monkeypatch, capfd
 ):
-    """On one that runs already."""
+    """On a server that is already running."""
     pytest.importorskip("peft")
     in_their_folder(monkeypatch, paw_env["PAW_CACHE"], tmp_path)
     settings = {
@@ -310,7 +310,7 @@ def test_the_example_trains_adapters_on_a_server(
 
 
 def make_pool(folder, urls, transfer, *, timeout_s=60, **options):
-    """Servers of the model, to which the transfer sends weights."""
+    """Servers of the model that the transfer sends weights to."""
     return SendingPool(
         urls,
         transfer,
@@ -347,7 +347,7 @@ def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, fold
 
 
 def adapted(model, seed):
-    """The model with adapters that the seed decides."""
+    """The model with adapters determined by the seed."""
     model = copy.deepcopy(model)
     if seed == 0:
         add_adapters(model, LORA, seed=0)
@@ -362,8 +362,8 @@ def adapted(model, seed):
 def test_adapters_alone_are_sent_also_under_running_requests(
     vllm_here, folder, servers, monkeypatch
 ):
-    """In the process and to a server: tokens are those of the merged weights, and each log-prob is
-    that of one version."""
+    """In the process and on a server, tokens are those of the merged weights, and each log-prob
+    belongs to one version."""
     pytest.importorskip("peft")
     base = make_model(folder, seed=1)
     models = [adapted(base, seed=0)]
@@ -400,7 +400,7 @@ def test_adapters_alone_are_sent_also_under_running_requests(
         (completion,) = play(engine, [longest])
         logp, _ = truth(models[1], longest, completion)
         assert completion.logp == pytest.approx(logp, abs=1e-4)
-        if engine is in_process:  # on the server the requests above have cached it anew
+        if engine is in_process:  # on the server, the requests above have cached it again
             assert completion.cached_tokens == 0
     for version in (2, 3):
         push_weights(models[0], over_http, version=version)
@@ -418,7 +418,7 @@ def test_adapters_alone_are_sent_also_under_running_requests(
 
 def push_under_running_requests(engine, models, requests):
     """Push the second model while the engine samples with the first. The log-prob of each token is
-    that of the version which the engine names."""
+    that of the version that the engine names."""
     running = {}
     for request in requests:
         long = replace(request, key=request.key + 100, max_tokens=250)
@@ -515,7 +515,7 @@ def test_log_probs_and_entropies_of_a_gpus_model_runner_are_the_trainers(folder)
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_weights_reach_a_server_by_nccl(folder):
-    """And the server gives the entropies of the GPU's model runner."""
+    """The server also gives the entropies of the GPU's model runner."""
     options = {"gpu_memory_utilization": 0.3, "nccl": True, "entropy": True}
     command = vllm_command(folder, max_model_len=LIMIT, dtype="bfloat16", on_cpu=False, **options)
     started = Servers(command, [["1"]], folder / "nccl")

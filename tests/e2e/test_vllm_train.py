@@ -1,6 +1,6 @@
-"""One training with the engines of users, vLLM as the sampler and ALFWorld's own games; what it
-exports, served by vLLM's server: as the model of an evaluation, of ReAct by its authors' examples,
-and as ZeroSearch's search engine."""
+"""A training run with users' engines: vLLM as the sampler, and ALFWorld's own games. vLLM's server
+then serves the export as the model of an evaluation, of ReAct with its authors' examples, and as
+ZeroSearch's search engine."""
 
 import asyncio
 import importlib.util
@@ -41,12 +41,12 @@ QUIET = {
 }  # fmt: skip
 POSITIONS = 4096
 START_S = 400
-"""On a busy machine; the server imports torch and vLLM in two processes."""
+"""Enough on a busy machine. The server imports torch and vLLM in two processes."""
 
 
 @pytest.fixture(scope="module")
 def trained(run_here, vllm_here, quick, tiny_llm, tmp_path_factory):
-    """(folder of a mixture of experts, directory of the run that trained it)."""
+    """(folder of a mixture-of-experts model, directory of the run that trained it)."""
     folder = tmp_path_factory.mktemp("vllm")
     model = tiny_llm(folder / "model", "qwen3_moe")
     (folder / "mine.py").write_text(
@@ -56,19 +56,19 @@ def trained(run_here, vllm_here, quick, tiny_llm, tmp_path_factory):
         "model.path": model, "model.dtype": "auto", "engine.type": "vllm", "policy.old_logp": "trainer",
         "optim.lr": 1e-2, "rollout.tasks": 1, "rollout.group_size": 2, "rollout.max_response_tokens": 16,
         "env.max_turns": 2, "env.backend": BACKEND, "eval.games": 1, "run.dir": folder, "run.name": "run",
-        # The model wins no game, and rewards that are all 0 give no gradient.
+        # The model wins no game, and there is no gradient if all rewards are 0.
         "reward.type": f"{folder / 'mine.py'}:second",
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        # "auto" is float32 here, for vLLM too.
+        # "auto" is float32 here, also for vLLM.
         patch.setattr("paw.model.dtype.cpu_features", frozenset)
         assert run_here("train", "quickstart", quick | settings) == 0
     return model, folder / "run"
 
 
 def test_the_sampler_has_the_trainers_weights_at_every_update(trained, quick_run):
-    """Weights reach the engine's fused experts; the export holds them one by one, as the model's
-    files did."""
+    """Weights reach the engine's fused experts. The export stores experts one by one, as the
+    model's files did."""
     model, run = trained
     start, *updates = read_jsonl(run / "metrics.jsonl")
     assert len(updates) == 2
@@ -105,7 +105,7 @@ def test_the_sampler_has_the_trainers_weights_at_every_update(trained, quick_run
 
 @pytest.fixture(scope="module")
 def url(trained, tmp_path_factory):
-    """Address of a server of the exported model, named "tiny"."""
+    """Address of a server of the exported model, which it names "tiny"."""
     log = tmp_path_factory.mktemp("served") / "log"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -186,7 +186,7 @@ def test_an_evaluation(url, paw_here, tmp_path):
 
 @pytest.mark.long
 def test_the_react_authors_examples_on_an_official_game(url, paw_here, official_games, tmp_path):
-    """The server bills the tokens of exactly the prompt that is expected, a byte each."""
+    """The server bills exactly the tokens of the expected prompt, one per byte."""
     ((name, game),) = official_games(1)
     split = name.partition("/")[0]
     (tmp_path / "json_2.1.1" / name).mkdir(parents=True)
@@ -234,7 +234,7 @@ def test_the_react_authors_examples_on_an_official_game(url, paw_here, official_
 def test_zerosearch_trains_on_what_a_real_model_makes_up(
     url, paw_here, read_metrics, tiny_llm, says_only, tmp_path
 ):
-    """By ZeroSearch's recipe: the server gets the paper's prompt, and its answer is the
+    """With ZeroSearch's recipe, the server gets the paper's prompt, and its answer is the
     observation."""
     query = "where is it"
     questions = []
@@ -277,8 +277,8 @@ def test_zerosearch_trains_on_what_a_real_model_makes_up(
 
 @pytest.mark.long
 def test_the_export_serves_in_vllm_as_in_transformers(trained, url):
-    """vLLM alone, with its own loader and the exported tokenizer; its log-probs re-read by
-    transformers."""
+    """vLLM on its own, with its own loader and the exported tokenizer. transformers checks its
+    log-probs."""
     folder = trained[1] / "hf"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,5 +1,5 @@
-"""Fixtures: every backend of the head, and the operators of csrc/ on the CPU, emulated, or on a
-GPU."""
+"""Fixtures for every backend of the head, and for the operators of csrc/ on a CPU, emulated, or on
+a GPU."""
 
 import ctypes
 import fcntl
@@ -21,13 +21,15 @@ MACHINES = [
 
 @pytest.fixture(scope="session")
 def emulator(shared):
-    """The CUDA kernels built for the CPU; `emulator.paw_emulate(order, dropped)` as
-    cuda_on_cpu.h says."""
+    """The CUDA kernels built for the CPU, with `emulator.paw_emulate(order, dropped)` as described in
+    cuda_on_cpu.h."""
     import cuda_on_cpu
 
     library = shared / "cuda_on_cpu.so"
     with (shared / "cuda_on_cpu.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the first process that needs it builds it for all
+        fcntl.flock(
+            lock, fcntl.LOCK_EX
+        )  # the first process that needs it builds it for all processes
         if not library.exists():
             return cuda_on_cpu.compile_for_cpu(library, *cuda_on_cpu.SOURCES)
     return ctypes.CDLL(str(library))
@@ -35,7 +37,7 @@ def emulator(shared):
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
-    """Triton runs in its interpreter and "cuda" in the emulation, unless they are on a GPU."""
+    """Without a GPU, Triton runs in its interpreter and "cuda" in the emulation."""
     from dense_reference import Backend
 
     from paw_kernels import why_not_backend
@@ -46,7 +48,7 @@ def backend(request, monkeypatch):
             pytest.skip("no CUDA device")
         if reason := why_not_backend(name, torch.device("cuda"), torch.float32):
             pytest.skip(reason)
-        return Backend(name, name, "cuda", examples=8)  # Triton compiles for every D
+        return Backend(name, name, "cuda", examples=8)  # Triton compiles anew for every D
     if name == "triton":
         from triton_interpreted import backend as triton
 
@@ -54,10 +56,10 @@ def backend(request, monkeypatch):
             pytest.skip("the interpreter is for machines without a GPU")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     if name == "cuda":
-        # The threads of a block take turns at random.
+        # The threads of a block take turns in random order.
         request.getfixturevalue("emulator").paw_emulate(2, -1)
-        monkeypatch.setattr("paw_kernels._rows.KEPT_BYTES", 0)  # logits are kept on a CPU alone
-        for passes in ("token_loss", "token_stats"):  # which a dispatch mode looks up by name
+        monkeypatch.setattr("paw_kernels._rows.KEPT_BYTES", 0)  # logits are kept only on a CPU
+        for passes in ("token_loss", "token_stats"):  # a dispatch mode looks it up by name
             monkeypatch.setattr(
                 torch.ops.paw_on_cpu, passes, getattr(torch.ops.paw_kernels, passes), raising=False
             )

@@ -1,4 +1,5 @@
-"""Builds csrc/*.cu against cuda_on_cpu.h: the operators torch.ops.paw_on_cpu, for CPU tensors."""
+"""Builds csrc/*.cu against cuda_on_cpu.h, which gives operators torch.ops.paw_on_cpu for CPU
+tensors."""
 
 import ctypes
 import shutil
@@ -28,7 +29,7 @@ for name in NAMES:
 
 
 class Machine(NamedTuple):
-    """Where the operators run: a GPU, or its emulation with one order of turns."""
+    """Where the operators run: on a GPU, or in its emulation with a given order of turns."""
 
     ops: Any
     device: str
@@ -38,8 +39,8 @@ class Machine(NamedTuple):
 
 
 def compile_for_cpu(output: Path, *sources: Path) -> ctypes.CDLL:
-    """Compiles the sources. A misaligned vector access ends the process, as it would fail in
-    CUDA."""
+    """Compiles the sources. A misaligned vector access, which would fail in CUDA, ends the
+    process."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")

@@ -1,5 +1,5 @@
-"""float64 autograd reference of the fused head: full logits, and a problem with every branch of
-the losses."""
+"""The float64 autograd reference of the fused head, by full logits, and a problem that takes every
+branch of the losses."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ TERMS = ("kl_coef", "entropy_coef")
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch and the settings of the joint loss. The columns of the batch are attributes too."""
+    """A batch and the settings of the joint loss. The batch's columns are attributes as well."""
 
     batch: losses.TokenBatch
     options: dict[str, Any]
@@ -54,7 +54,7 @@ class Rows:
 
 
 def columns(batch):
-    """The columns of a batch that are present, by name."""
+    """The columns that are present in a batch, by name."""
     return {name: value for name, value in vars(batch).items() if value is not None}
 
 
@@ -63,17 +63,17 @@ def mapped(batch, change):
 
 
 class Backend(NamedTuple):
-    """A backend of the head. Inputs and results of its methods are on the CPU."""
+    """A backend of the head. Its methods take and return CPU tensors."""
 
     name: str
     key: str
-    """What to pass as `backend`: the emulated CUDA kernels stand in for those of "cpu"."""
+    """The `backend` to pass. The emulated CUDA kernels replace those of "cpu"."""
     device: str
     examples: int
     """Of a property."""
 
     def loss(self, hidden, weight, target, rows, bias=None, *, upstream=1.0, **options):
-        """Results of token_loss, gradients of hidden, weight and bias."""
+        """The results of token_loss, and the gradients of hidden, weight and bias."""
         hidden_leaf, weight_leaf, bias_leaf = leaves(*self._put(hidden, weight, bias))
         rows = rows.to(self.device, torch.float32)
         target = target.to(self.device)
@@ -86,7 +86,7 @@ class Backend(NamedTuple):
         ]
 
     def stats(self, hidden, weight, target, pull, bias=None, **options):
-        """Results of token_stats, gradients of pull(logp, entropy)."""
+        """The results of token_stats, and the gradients of pull(logp, entropy)."""
         hidden_leaf, weight_leaf, bias_leaf = leaves(*self._put(hidden, weight, bias))
         statistics = token_stats(
             hidden_leaf,
@@ -119,7 +119,7 @@ def dense_stats(hidden, weight, target, bias=None, temperature=1.0, softcap=None
 
 
 def dense_pulled(hidden, weight, target, pull, bias=None, *, dtype=torch.float64, **options):
-    """As Backend.stats, with full logits of `dtype`."""
+    """Like Backend.stats, with full logits of `dtype`."""
     hidden_leaf, weight_leaf, bias_leaf = leaves(hidden, weight, bias, dtype=dtype)
     logp, entropy = dense_stats(hidden_leaf, weight_leaf, target, bias_leaf, **options)
     pull(logp, entropy).backward()
@@ -129,7 +129,7 @@ def dense_pulled(hidden, weight, target, pull, bias=None, *, dtype=torch.float64
 
 
 def dense(hidden, weight, target, rows, bias=None, *, upstream=1.0, **options):
-    """As Backend.loss, with the formulas of the loss in float64."""
+    """Like Backend.loss, with the formulas of the loss in float64."""
     double_batch = rows.to("cpu", torch.float64).batch
     statistics, gradients = dense_pulled(
         hidden,
@@ -144,7 +144,7 @@ def dense(hidden, weight, target, rows, bias=None, *, upstream=1.0, **options):
 
 
 def problem(T, V, D, *, seed=0, bias=False, scale=1.0, temperature=1.0, softcap=None, **options):
-    """Random inputs (hidden, weight, target, bias, rows): actions and observations, some of
+    """Random inputs (hidden, weight, target, bias, rows) of actions and observations, some with
     weight or advantage 0."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -168,7 +168,7 @@ def problem(T, V, D, *, seed=0, bias=False, scale=1.0, temperature=1.0, softcap=
 
 
 def leaves(*tensors, dtype=None):
-    """Copies that require gradients; None stays None."""
+    """Copies that require gradients. None stays None."""
     return [
         None
         if tensor is None
@@ -178,7 +178,7 @@ def leaves(*tensors, dtype=None):
 
 
 def assert_close(actual, expected, tolerance=1e-5):
-    """The difference is within `tolerance` of the largest number, or of 1 if that is larger."""
+    """Asserts a difference of at most `tolerance` times the largest number, or 1 if larger."""
     actual = actual.double().cpu()
     expected = expected.double().cpu()
     scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
@@ -186,7 +186,7 @@ def assert_close(actual, expected, tolerance=1e-5):
 
 
 def set_chunk_rows(patch, rows, *, vocabulary):
-    """Cuts passes into chunks of so many rows; Triton's into chunks of one tile."""
+    """Cuts passes into chunks of this many rows, and Triton's into chunks of one tile."""
     for device in ("cpu", "cuda"):
         patch.setitem(_torch.CHUNK_BYTES, device, rows * vocabulary * 4)
         patch.setitem(_rows.CHUNK_BYTES, device, rows * vocabulary * 4)

@@ -1,5 +1,5 @@
-"""Which backend "auto" is: what was measured, else what works; and the trial that tells whether
-one does."""
+"""Which backend "auto" picks: what was measured to be fastest, or else what works. And the trial
+that tells whether a backend works."""
 
 import json
 import os
@@ -107,7 +107,7 @@ def test_before_anything_is_measured_the_capability_decides(monkeypatch, capabil
 
 
 class Wrong(TorchRows):
-    """Right but for the sign of c, or for the last column of the gradient, which is `column`."""
+    """Right except for the sign of c, or for the last column of the gradient, which is `column`."""
 
     column: float | None = None
 
@@ -135,7 +135,7 @@ def test_a_trial_tells_right_results_from_wrong_ones(monkeypatch, dtype):
 
 
 class WrongLater(TorchRows):
-    """Right in its first chunk, without gradients in those after it."""
+    """Right in the first chunk, but without gradients in later ones."""
 
     chunks = 0
 
@@ -222,7 +222,7 @@ def test_wrong_tiles_in_the_interpreter_are_left_out(monkeypatch):
 @pytest.mark.parametrize("backend", ["triton", "cuda", "torch"])
 @pytest.mark.parametrize("D", [64, 896, 4096])
 def test_gradient_values_of_several_tiles_a_program(backend, D):
-    """In bfloat16, over more tiles than two for each multiprocessor."""
+    """In bfloat16, over more than two tiles per multiprocessor."""
     if reason := paw_kernels.why_not_backend(backend, GPU, BF16):
         pytest.skip(reason)
     tiles = 2.5 * torch.cuda.get_device_properties(GPU).multi_processor_count

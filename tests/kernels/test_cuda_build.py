@@ -1,5 +1,5 @@
-"""The CUDA build: nvcc accepts the kernels for every architecture, without spills, and the
-library loads anywhere."""
+"""The CUDA build: nvcc compiles the kernels for every architecture without spills, and the library
+loads anywhere."""
 
 import importlib.util
 import os
@@ -37,7 +37,7 @@ def build(folder: Path, *python: str, **changes: str) -> subprocess.CompletedPro
 
 
 def nvcc_for(architectures: tuple[str, ...], folder: Path) -> str:
-    """A PATH on which nvcc leaves out the other architectures: each takes seconds."""
+    """A PATH on which nvcc leaves out the other architectures, since each takes seconds."""
     folder.mkdir()
     (folder / "nvcc").write_text(f"""#!{sys.executable} -IS
 import os, re, sys
@@ -88,9 +88,9 @@ def test_the_library_builds_without_spills_and_loads_beside_a_torch_without_cuda
 
 
 def load(library: str) -> None:
-    """The library beside a torch without CUDA, in a process of its own."""
+    """The library with a torch without CUDA, in a separate process."""
     torch.ops.load_library(library)
-    _native.why_no_cuda.cache_clear()  # asked while it was imported
+    _native.why_no_cuda.cache_clear()  # asked during its import
     _native._CUDA_LIBRARY = Path(library)
     assert _native.why_no_cuda() is None
     assert _native.why_no_cuda((9, 0)) is None

@@ -1,5 +1,5 @@
-"""The kernels give the same bits in whatever order threads take turns, and every barrier is
-needed for that."""
+"""The kernels give the same bits for every order in which threads take turns, and need all of their
+barriers for that."""
 
 import ctypes
 import faulthandler
@@ -28,7 +28,7 @@ def statistics():
 
 
 def gradient():
-    # Five tiles, rows at every alignment, one row that comes from behind.
+    # Five tiles, rows at every alignment, and one row that comes from behind.
     x = random(5, 20_001)
     target = torch.arange(5)
     ones = torch.ones(5)
@@ -55,7 +55,7 @@ def gives(call, expected):
 
 
 def goes_wrong(call, expected):
-    """Runs the call in a child: a kernel that lacks a barrier may write anywhere."""
+    """Runs the call in a child, because a kernel that lacks a barrier may write anywhere."""
     child = os.fork()
     if child == 0:
         faulthandler.disable()
@@ -72,7 +72,7 @@ def goes_wrong(call, expected):
 @pytest.fixture
 def emulate(emulator):
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the threads of a parallel region do not live on in a child
+    torch.set_num_threads(1)  # the threads of a parallel region do not survive in a child
     yield emulator.paw_emulate
     torch.set_num_threads(threads)
     emulator.paw_emulate(0, -1)
@@ -98,7 +98,7 @@ def test_results_depend_on_the_order_of_turns_only_where_a_barrier_is_left_out(n
 
 
 def test_mistakes_show(tmp_path):
-    """A missing barrier shows in the results; one that a thread never reaches is an error."""
+    """A missing barrier changes the results. A barrier that a thread never reaches is an error."""
     library = cuda_on_cpu.compile_for_cpu(
         tmp_path / "bad.so", Path(__file__).with_name("bad_kernels.cu")
     )

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 
 @pytest.mark.parametrize("exponent", [-10, -20])
 def test_huge_logits_over_a_tiny_temperature_keep_every_digit(backend, exponent):
-    """The difference to the largest logit is taken before it is scaled: z rounded to float32 is
-    off by 2^-24 |z|."""
+    """The largest logit is subtracted before scaling, because z rounded to float32 is off by
+    2^-24 |z|."""
     spacing = 2.0**exponent
     weight = 1000 * spacing * 2**10 + spacing * torch.randint(
         12, (300, 1), generator=torch.Generator().manual_seed(0)
@@ -57,8 +57,8 @@ FLOAT16 = {  # size of the hidden states, row weight, advantage, temperature, up
     ids=["float32 matmuls", "float16 matmuls"],
 )
 def matmuls(request, backend, monkeypatch):
-    """The gradient matmuls of the cuda backend take float16, as on a GPU; elsewhere on a CPU
-    they take float32."""
+    """The gradient matmuls of the cuda backend take float16, as on a GPU. Other backends on a CPU
+    take float32."""
     if not request.param:
         return
     if (backend.name, backend.device) != ("cuda", "cpu"):
@@ -89,8 +89,8 @@ def matmuls(request, backend, monkeypatch):
 @pytest.mark.parametrize("chunks", [False, True], ids=["one chunk", "chunks"])
 @pytest.mark.parametrize("case", FLOAT16)
 def test_float16_gradients_are_those_of_the_loss(backend, matmuls, case, chunks, monkeypatch):
-    """Each row of hidden by itself, to a few steps of float16; from 6e-8 on, its smallest
-    number."""
+    """Compares each row of hidden by itself, to a few steps of float16, starting at 6e-8, its
+    smallest number."""
     size, row_weight, advantage, temperature, factor = FLOAT16[case]
     T = 24
     V = 40
@@ -102,7 +102,8 @@ def test_float16_gradients_are_those_of_the_loss(backend, matmuls, case, chunks,
     )
     logp, _ = dense_stats(hidden.double(), weight.double(), target, bias.double(), **options)
     rows = Rows(rows.batch, {"wm": "ce", "entropy_coef": 0.1}).replace(
-        weight=row_weight * torch.logspace(0, -6, T),  # the lightest a millionth of the heaviest
+        weight=row_weight
+        * torch.logspace(0, -6, T),  # the lightest weighs a millionth of the heaviest
         advantage=advantage * rows.advantage,
         old_logp=logp.float(),
     )
@@ -149,16 +150,16 @@ def test_a_mean_over_many_tokens_does_not_overflow_float16(backend):
         torch.testing.assert_close(result.double(), exact, rtol=2e-3, atol=1e-7)
 
 
-# A few, a whole tile, the first block of a row operation.
+# A few, a full tile, and the first block of a row operation.
 @pytest.mark.parametrize(
     "mask", [[3, 40, 69], range(32, 64), range(2100)], ids=["a few", "a tile", "a block"]
 )
 @pytest.mark.parametrize("bias_of_masked", [-math.inf, torch.finfo(torch.float32).min])
 def test_masked_tokens_take_no_part(backend, mask, bias_of_masked):
-    """With a bias of -inf: statistics and gradients of the other tokens are right; a masked
-    target has log p = -inf and a finite gradient."""
+    """With a bias of -inf, statistics and gradients of the other tokens are right. A masked target
+    has log p = -inf and a finite gradient."""
     mask = torch.tensor(mask)
-    if backend.name == "triton":  # blocks of 32 there, and seconds for thousands of columns
+    if backend.name == "triton":  # blocks of 32 there, and thousands of columns would take seconds
         mask = mask[mask < 70][:64]
     vocabulary = 2200 if len(mask) > 70 else 70
     hidden, weight, target, bias, rows = problem(
@@ -197,7 +198,7 @@ def test_masked_tokens_take_no_part(backend, mask, bias_of_masked):
 
 @pytest.mark.parametrize("loss", ["cmae", "ce"])
 def test_the_loss_of_a_masked_target(backend, loss):
-    """Infinite if the loss is, never NaN: a ratio of 0, a clamped KL, an observation of p = 0."""
+    """Infinite only if the loss is, and never NaN: a ratio of 0, a clamped KL, p = 0."""
     hidden, weight, target, bias, rows = problem(20, 70, 16, bias=True, kl_coef=0.1, wm=loss)
     bias[target[4]] = -math.inf
     rows.observation[4] = loss == "ce"
@@ -227,8 +228,8 @@ def test_a_wholly_masked_vocabulary_has_no_distribution(backend):
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
 )
 def test_an_unlikely_target_keeps_its_own_derivative_under_a_soft_cap(backend, dtype):
-    """exp(z - max) of the target is 0 in the dtype, yet it carries the whole gradient, times its
-    own 1 - tanh^2."""
+    """exp(z - max) of the target is 0 in the dtype, yet the target carries the full gradient, times
+    its own 1 - tanh^2."""
     hidden = torch.zeros(2, 8)
     hidden[:, 0] = 1.0
     weight = torch.zeros(40, 8)
@@ -245,7 +246,7 @@ def test_an_unlikely_target_keeps_its_own_derivative_under_a_soft_cap(backend, d
 
 
 def test_a_masked_token_is_a_logit_of_minus_the_cap(backend):
-    """The cap is applied after the bias, as the formula says, so it does not mask."""
+    """As in the formula, the cap is applied after the bias, so the bias does not mask."""
     hidden, weight, target, bias, _ = problem(20, 70, 16, bias=True)
     bias[5] = -math.inf
     target[0] = 5
@@ -262,7 +263,7 @@ def test_a_masked_token_is_a_logit_of_minus_the_cap(backend):
 )
 @pytest.mark.parametrize("peak", [3, 20, 40, 69])
 def test_a_logit_far_above_the_others_anywhere_in_the_row(backend, dtype, peak):
-    """Neither half of a tile, nor one tile for another, may overflow or vanish."""
+    """Neither half of a tile, nor one tile because of another, may overflow or vanish."""
     hidden, weight, target, _, _ = problem(20, 70, 16, scale=0.5)
     hidden[:, 0] = 16.0
     weight[peak, 0] = 20.0
@@ -282,8 +283,8 @@ def test_a_logit_far_above_the_others_anywhere_in_the_row(backend, dtype, peak):
 
 
 def test_sure_tokens_keep_their_gradient_in_bfloat16(backend):
-    """1 - p of the target is exact: an error of half a bfloat16 step of p would be as large as 1
-    - p is here."""
+    """1 - p of the target is exact. Here an error of half a bfloat16 step of p would be as large as
+    1 - p itself."""
     hidden = torch.tensor([[8.0, 0, 0, 0, 0, 0, 0, 0]])
     weight = torch.zeros(40, 8)
     weight[3, 0] = 1.25  # z = 10, 39 others at 0: 1 - p = 0.00177

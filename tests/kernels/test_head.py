@@ -1,4 +1,5 @@
-"""The fused head against float64 autograd of full logits: every backend, loss, dtype and layout."""
+"""Compares the fused head with float64 autograd of full logits: every backend, loss, dtype and
+layout."""
 
 from types import SimpleNamespace
 
@@ -77,7 +78,7 @@ def test_the_loss_and_that_of_statistics_match_float64(backend, name, dtype):
     )
     hidden, weight, bias = (tensor.to(dtype) for tensor in (hidden, weight, bias))
     target[0] = V - 1
-    if capped:  # at the cap, and where the row is near one-hot the sure token
+    if capped:  # at the cap, and the certain token if the row is nearly one-hot
         logits = hidden.double() @ weight.double().t() + bias.double()
         target[:15] = logits.argmax(1)[:15]
         assert "saturated" not in name or (logits.amax(1)[:15] > 2 * settings["softcap"]).any()
@@ -125,11 +126,11 @@ LOSSES = [
 
 @pytest.mark.parametrize(("name", "dtype"), LOSSES)
 def test_every_loss_matches_float64_and_runs_repeat(backend, name, dtype):
-    """Without a bias; on a GPU with several tiles for each program."""
+    """Without a bias, and on a GPU with several tiles per program."""
     if backend.device == "cuda":
         T, V, D = 480, 1560, 288
     elif backend.name == "triton":
-        T, V, D = 20, 70, 24  # several tiles too, in an interpreter that takes seconds
+        T, V, D = 20, 70, 24  # several tiles too, but the interpreter takes seconds
     else:
         T, V, D = 40, 130, 24
     dtype = DTYPES[dtype]
@@ -150,9 +151,9 @@ def test_every_loss_matches_float64_and_runs_repeat(backend, name, dtype):
             assert (gradient - exact_gradient).abs().max() <= 2 * (
                 plain_gradient - exact_gradient
             ).abs().max() + 1e-4
-    if backend.name == "triton" and name != "everything":  # whose interpreter takes seconds
+    if backend.name == "triton" and name != "everything":  # its interpreter takes seconds
         return
-    if dtype == torch.float32:  # the same loss of separately computed statistics
+    if dtype == torch.float32:  # the same loss from separately computed statistics
         pull = lambda *statistics: -1.7 * rows.loss(*statistics, rows.batch).sum()  # noqa: E731
         for gradient, separate in zip(gradients, backend.stats(*inputs[:3], pull)[1], strict=True):
             assert_close(separate, gradient, 2e-6)
@@ -179,7 +180,7 @@ def test_statistics_match_float64_for_any_shape(backend):
     def check(T, V, D, seed, bias, temperature, chunk):
         hidden, weight, target, offset, rows = problem(T, V, D, seed=seed, bias=bias, scale=3.0)
 
-        def pull(logp, entropy):  # both upstream gradients, each zero on some rows
+        def pull(logp, entropy):  # both upstream gradients, each of them zero on some rows
             return (logp * rows.advantage).sum() + (entropy * rows.weight).sum()
 
         with pytest.MonkeyPatch.context() as patch:
@@ -227,9 +228,11 @@ def test_invariants_hold_for_any_shape(backend):
         assert (results.entropy >= 0).all()
         assert (results.entropy <= torch.tensor(V).log() * (1 + 1e-6)).all()
         assert (gradients[0][~results.has_gradient] == 0).all()
-        # Sum over the vocabulary of each row's dL/dz is 0.
+        # Each row's dL/dz sums to 0 over the vocabulary.
         assert_close(gradients[2].sum(), torch.zeros(()), 1e-4)
-        if scale < 60:  # at |z| in the hundreds float32 logits may fall on the other side of a clip
+        if (
+            scale < 60
+        ):  # with |z| in the hundreds, float32 logits may fall on the other side of a clip
             for actual, expected in zip(
                 gradients, dense(*inputs, temperature=temperature)[1], strict=True
             ):
@@ -252,7 +255,7 @@ class LargestTensor(TorchDispatchMode):
 def test_chunks_change_nothing_but_rounding_and_runs_nothing(backend, monkeypatch):
     hidden, weight, target, bias, rows = problem(40, 150, 8, bias=True, **EVERYTHING)
     inputs = (hidden, weight, target, rows, bias)
-    is_triton = backend.name == "triton"  # which chooses its own chunks
+    is_triton = backend.name == "triton"  # it chooses its own chunks
     whole, gradients = backend.loss(*inputs)
     statistics = backend.stats(hidden, weight, target, lambda logp, _: logp.sum(), bias)[0]
     for chunk_rows in (7,) if is_triton else (1, 7, 20):
@@ -262,7 +265,7 @@ def test_chunks_change_nothing_but_rounding_and_runs_nothing(backend, monkeypatc
         # Full logits are never allocated.
         assert largest.numel <= (40 * 150 / 2 if is_triton else max(chunk_rows * 150, 150 * 8))
         for actual, expected in zip((*split, *split_gradients), (*whole, *gradients), strict=True):
-            # A sum of that many parts rounds as often.
+            # A sum of that many parts is rounded as often.
             assert_close(actual, expected, max(1e-6, 40 / chunk_rows * 2**-24))
     repeated = backend.loss(*inputs)
     assert torch.equal(repeated[0].loss, split.loss)
@@ -312,15 +315,15 @@ def test_statistics_keep_logits_that_fit_and_may_go_backward_twice(dtype, monkey
     monkeypatch.setattr(_rows, "KEPT_BYTES", 1 << 20)
     monkeypatch.setattr(_measured, "fastest", lambda *_: SimpleNamespace(backend="torch"))
     gradients()
-    assert row_counts == []  # auto is another backend here
+    assert row_counts == []  # auto is a different backend here
 
 
 @pytest.mark.parametrize(
     "live", [[], [39], [0, 17, 38], list(range(1, 40)), list(range(40))], ids=len
 )
 def test_any_number_of_live_rows(backend, live, monkeypatch):
-    """Rows are packed in place, gradients come from the rows they belong to, and no other row is
-    computed again."""
+    """Rows are packed in place, gradients come from their own rows, and no other row is computed
+    again."""
     hidden, weight, target, _, _ = problem(40, 40, 8)
     upstream = torch.zeros(40)
     row_counts = []
@@ -354,7 +357,7 @@ def test_any_number_of_live_rows(backend, live, monkeypatch):
 @pytest.mark.parametrize("D", [16, 21])  # with tensor descriptors and without
 def test_rows_with_nan_stay_alone(backend, D, dtype, softcap):
     hidden, weight, target, _, _ = problem(24, 70, D)
-    hidden[21, 0] = torch.nan  # the first that a row read beyond its end would meet
+    hidden[21, 0] = torch.nan  # the first value that a row read beyond its end would hit
     hidden, weight = (tensor.to(DTYPES[dtype]) for tensor in (hidden, weight))
     odd_rows = torch.arange(24) % 2
     other_rows = torch.arange(24) != 21
@@ -417,7 +420,7 @@ def test_any_layout_of_weight_hidden_and_target(backend, layout):
     )
     target_view = torch.stack([target, target], 1)[:, 0].to(backend.device)
     device_rows = rows.to(backend.device, torch.float32)
-    # Which leaves inputs of one dtype alone.
+    # It leaves inputs of one dtype alone.
     with torch.autocast(backend.device, dtype=torch.bfloat16):
         results = fused_loss(
             hidden_view, weight_view, target_view, device_rows, backend=backend.key

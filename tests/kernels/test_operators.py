@@ -1,5 +1,5 @@
-"""The passes as torch.library operators: torch.compile, FakeTensorMode, checkpointing, autocast;
-which backend runs."""
+"""The passes as torch.library operators: torch.compile, FakeTensorMode, checkpointing, autocast,
+and which backend runs."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ OPTIONS = {"kl_coef": 0.1, "entropy_coef": 0.02}
 
 
 class Fixed(NamedTuple):
-    """A batch and its loss, made once, outside of what is compiled."""
+    """A batch and its loss, made once and outside the compiled code."""
 
     batch: Any
     loss: Loss
@@ -43,7 +43,7 @@ def assert_equal(actual, expected):
 
 @pytest.mark.slow
 def test_compiles_into_one_graph_with_the_body():
-    """For several temperatures: they become a symbol, and no check may break the graph."""
+    """With several temperatures, they become a symbol, and no check may break the graph."""
     body, inputs, weight, target, rows = body_and_rows()
 
     def loss(inputs, temperature, softcap):
@@ -125,7 +125,7 @@ def test_derivatives_that_do_not_exist_are_refused(name):
             (weight,),
             (torch.ones_like(weight),),
         )
-    with forward_ad.dual_level():  # of nothing that the head sees
+    with forward_ad.dual_level():  # the head sees none of it
         run_head(hidden, weight)
 
 
@@ -134,8 +134,8 @@ def test_derivatives_that_do_not_exist_are_refused(name):
 )
 @pytest.mark.parametrize("name", ["token_loss", "token_stats"])
 def test_autocast_casts_several_dtypes_to_its_own(name, compiled):
-    """As torch.nn.functional.linear does: a body under autocast returns bf16, while weight and
-    bias of the head are fp32."""
+    """As in torch.nn.functional.linear: a body under autocast returns bf16, while weight and bias
+    of the head are fp32."""
     hidden, weight, target, bias, rows = problem(60, 37, 12, bias=True, **OPTIONS)
     rows = Fixed(rows.batch, rows.loss)
 
@@ -165,7 +165,7 @@ def test_autocast_casts_several_dtypes_to_its_own(name, compiled):
 
 
 def test_inside_torch_compile_a_loss_is_made_before():
-    """A function's closure may change without torch.compile seeing it."""
+    """A function's closure may change without torch.compile noticing."""
     _, hidden, weight, target, rows = body_and_rows()
 
     def loss(logp, entropy, batch):
@@ -198,7 +198,7 @@ def test_activation_checkpointing_changes_nothing(reentrant):
 def test_fake_tensors_get_the_shapes_and_dtypes_of_real_ones(device):
     _, inputs, weight, target, rows = body_and_rows()
     real_results = fused_loss(inputs.bfloat16(), weight.bfloat16(), target, rows)
-    # Autograd of fake tensors of a device that this torch was not built for ends the process.
+    # Autograd of fake tensors on a device that this torch was not built for ends the process.
     with_gradients = device == "cpu"
     with FakeTensorMode(), torch.set_grad_enabled(with_gradients):
         number = torch.empty(60, device=device)
@@ -261,7 +261,7 @@ def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch, tmp_path):
 
 
 def test_a_library_of_other_sources_is_not_called(monkeypatch, tmp_path):
-    """Its functions of the same name would take other arguments."""
+    """Its functions of the same name would take different arguments."""
     other = tmp_path / "other.so"
     other.symlink_to(next(Path(torch.__file__).parent.glob("lib/libc10.*")))
     broken = tmp_path / "broken.so"

@@ -1,4 +1,4 @@
-"""The compaction scan: plain torch, C++, and the CUDA kernel emulated or on a GPU."""
+"""The compaction scan in plain torch, in C++, and as the CUDA kernel, emulated or on a GPU."""
 
 import torch
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""The row operations of csrc/ against float64: in C++ on the CPU, in CUDA emulated by
+"""Compares the row operations of csrc/ with float64: in C++ on the CPU, and in CUDA, emulated by
 cuda_on_cpu.h or on a GPU."""
 
 import pytest
@@ -29,7 +29,7 @@ def exact(x, bias, target, a, c, scale):
 
 
 def run(machine, x, bias, target, a, c, scale, dtype):
-    """Returns the statistics (top and the logarithm of the sum as one), the sources, and the
+    """Returns the statistics (top and the logarithm of the sum added up), the sources, and the
     packed gradient, made in place."""
     logp, entropy, largest, log_total = machine.ops.row_statistics(x, bias, target, scale)
     source, count = _native.pack(has_gradient(a, c))
@@ -42,7 +42,7 @@ def run(machine, x, bias, target, a, c, scale, dtype):
 
 
 def assert_gradient(actual, expected, dtype, noise):
-    """Within twice the rounding of the exact result to the dtype, and float32's own noise."""
+    """Within twice the rounding of the exact result to the dtype, plus float32's own noise."""
     rounding = (
         (expected.to(dtype).double() - expected).abs().max().item() if expected.numel() else 0
     )
@@ -65,7 +65,7 @@ def assert_gradient(actual, expected, dtype, noise):
 def test_statistics_and_gradients_match_float64(
     machine, n, V, padding, offset, live, scale, size, extras, dtype, seed
 ):
-    # Rows at every alignment, with NaN around them that must neither be read nor written.
+    # Rows at every alignment, surrounded by NaN that must be neither read nor written.
     stride = V + padding
     memory = torch.full((offset + n * stride + 4,), torch.nan)
     x = memory.as_strided((n, V), (stride, 1), offset)
@@ -106,7 +106,7 @@ def test_nan_and_infinity_stay_in_their_row(machine, place):
     x = random(6, V)
     x[range(4), place] = torch.tensor(special)
     x[4] = -torch.inf
-    x[5, 1:-1] = -torch.inf  # all but the ends
+    x[5, 1:-1] = -torch.inf  # all except the ends
     target = torch.tensor([0, 1, V - 1, 7, 8, 0])
     a = torch.ones(6)
     c = torch.ones(6)
@@ -129,7 +129,7 @@ def test_nan_and_infinity_stay_in_their_row(machine, place):
 
 
 def test_coefficients_that_are_nan_or_vanish_with_the_scale(machine):
-    """NaN reaches the gradient, and none of the logits stays in the buffer."""
+    """NaN reaches the gradient, and no logits stay in the buffer."""
     a = torch.tensor([torch.nan, 0.0, 1e-45, 1.0])
     target = torch.tensor([0, 1, 2, 3])
     _, source, gradient = run(
@@ -143,7 +143,7 @@ def test_coefficients_that_are_nan_or_vanish_with_the_scale(machine):
 
 
 def test_the_tanh_of_the_soft_cap_is_accurate_everywhere(machine):
-    """The largest logit of a row of one is that logit."""
+    """The largest logit of a row with one logit is that logit."""
     count = 4000 if machine.ops is torch.ops.paw_kernels else 500
     x = torch.cat(
         [
@@ -208,7 +208,9 @@ def test_arguments_that_do_not_fit_are_refused(machine):
         ops.row_gradient_(x, None, target, target, one, one, one, one, None, 1.0, torch.float64)
 
 
-LARGE = [(70_000, 3, 1e-6, torch.float32)]  # more rows than a grid axis holds; heads of real models
+LARGE = [
+    (70_000, 3, 1e-6, torch.float32)
+]  # more rows than a grid axis holds, then heads of real models
 LARGE += [(64, V, 1e-5, torch.bfloat16) for V in (128_256, 151_936, 152_064)]
 
 
@@ -238,7 +240,7 @@ def test_kernels_run_on_the_current_stream(machine):
     expected = machine.ops.row_statistics(2 * x, None, target, 1.0)[0]
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        # On another stream the kernel would not wait for the product.
+        # On a different stream, the kernel would not wait for the product.
         torch.cuda._sleep(100_000_000)
         actual = machine.ops.row_statistics(x.mul_(2), None, target, 1.0)[0]
     torch.cuda.synchronize()
@@ -246,8 +248,8 @@ def test_kernels_run_on_the_current_stream(machine):
 
 
 def test_chunks_are_equal_and_as_large_as_a_gpu_has_room_for(monkeypatch):
-    """2,048 rows twice, not 2,861 and 1,235; one chunk if there is plenty of memory, several if
-    it is nearly full."""
+    """2,048 rows twice, instead of 2,861 and 1,235. One chunk if there is plenty of memory, several
+    if it is nearly full."""
     gib = 2**30
     vocabulary = 128_256
     device = torch.device("cuda", 0)

@@ -1,5 +1,5 @@
-"""What does not depend on the backend of the head: any loss, which tokens learn, autograd's
-rules, mistakes in one line."""
+"""What does not depend on the head's backend: any loss, which tokens learn, autograd's rules, and
+mistakes reported in one line."""
 
 import dataclasses
 import importlib
@@ -33,7 +33,7 @@ class Margins:
 
 
 def test_any_function_of_log_prob_and_entropy_is_a_loss():
-    """A hinge on log p and a pull on the entropy, neither of which is one of ours."""
+    """A hinge on log p and a pull on the entropy, which none of our losses has."""
     hidden, weight, target, _, rows = problem(150, 37, 12, scale=2.0)
 
     def loss(logp, entropy, batch):
@@ -267,8 +267,8 @@ def test_a_loss_of_another_shape_and_a_batch_that_is_none_are_refused():
     not PARITY.exists(), reason="parity data of the reference code is not on this machine"
 )
 def test_clipped_surrogate_and_k3_match_the_reference_code():
-    """Token-mean losses and their gradients by logp, for the functions that the trainer passes
-    to the head."""
+    """Token-mean losses and their gradients in logp, for the functions that the trainer passes to
+    the head."""
     for data in json.loads(PARITY.read_text())[:8]:
         mask = torch.tensor(data["mask"]).flatten()
         values = {
@@ -305,7 +305,7 @@ operator = importlib.import_module("paw_kernels.token_loss")
 
 
 class Launches(TorchDispatchMode):
-    """Counts what would start a kernel on a GPU, the loss and its derivatives included."""
+    """Counts what would start a kernel on a GPU, including the loss and its derivatives."""
 
     count = 0
 
@@ -334,4 +334,4 @@ def test_launches_and_waits_are_few(dtype, most, monkeypatch):
         )
     set_chunk_rows(monkeypatch, 10, vocabulary=70)
     fused_loss(*inputs, backend="torch")
-    assert len(waits) == 4  # one a chunk
+    assert len(waits) == 4  # one per chunk

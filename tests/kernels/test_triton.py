@@ -1,4 +1,4 @@
-"""What only the Triton backend has; its numbers are tested in test_head.py and test_extremes.py."""
+"""What only the Triton backend has. Its numbers are tested in test_head.py and test_extremes.py."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from paw_kernels._head import Head
     ("V", "D"), [(128_256, 8192), (151_936, 2048), (152_064, 3584), (152_064, 8192)]
 )
 def test_chunks_are_few_equal_and_flat_in_T(monkeypatch, V, D):
-    """4,096 rows are one chunk at the vocabularies of Llama 3 and Qwen2.5, and no chunk takes
+    """4,096 rows are one chunk with the vocabularies of Llama 3 and Qwen2.5, and no chunk takes
     1.5 GiB."""
     for tiles in ("interpreter", 2), ("interpreter", 4):
         monkeypatch.setitem(_triton.TILES, tiles, _triton.TILES["sm_90", tiles[1]])
@@ -36,7 +36,7 @@ def test_chunks_are_few_equal_and_flat_in_T(monkeypatch, V, D):
     assert step(0) == 128
     assert step(1) == 128
     assert step(128) == 128
-    assert step(5700) == 2944  # not 5,120 and 580
+    assert step(5700) == 2944  # instead of 5,120 and 580
     assert 4096 <= step(32_768) <= 5504
     assert step(10**6) >= 4096
     assert step(10**6, gradients=False) >= 3840
@@ -47,7 +47,7 @@ CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_all_tiles_fit_into_shared_memory_and_none_of_the_table_is_specialised(capability):
-    """What no GPU has run is only for `paw doctor --kernels` to try."""
+    """Only `paw doctor --kernels` tries what no GPU has run yet."""
     arch = _triton._architecture(capability)
     for size in (2, 4):
         for tiles in _triton.candidates(capability, size):

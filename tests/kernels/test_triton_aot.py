@@ -1,5 +1,5 @@
-"""The Triton kernels compiled ahead of time for GPUs that this machine lacks: what the code
-takes and uses."""
+"""The Triton kernels, compiled ahead of time for GPUs that this machine lacks: the resources and
+instructions of their code."""
 
 import importlib.util
 import json
@@ -24,8 +24,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=["first", pytest.param("all", marks=pytest.mark.long)])
 def compiled(request):
-    """One dict for each kernel, of each architecture's first case or of all cases. They are
-    compiled in a separate process: in this one kernels may be interpreted."""
+    """A dict for each kernel, of each architecture's first case or of all cases. They are compiled
+    in a separate process, because kernels may be interpreted in this one."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), "--tabled", request.param]
     finished = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=500)
@@ -53,8 +53,8 @@ def test_matrix_products_run_on_tensor_cores(compiled):
 
 
 def test_loads_run_ahead_of_the_products(compiled):
-    """Through tensor descriptors where the hardware has them. A barrier or a branch in the wrong
-    place makes the compiler drop the pipeline without a word."""
+    """Through tensor descriptors if the hardware has them. A barrier or branch in the wrong place
+    makes the compiler silently drop the pipeline."""
     for row in the(compiled, "forward_kernel", *SHARED_KIB):
         if row["D"] % 8:
             continue  # rows that are not aligned can only be loaded through registers
@@ -67,8 +67,8 @@ def test_loads_run_ahead_of_the_products(compiled):
 
 
 def test_the_gradient_can_be_in_place(compiled):
-    """A conversion of layouts between load and store would let one thread write what another has
-    yet to read."""
+    """A layout conversion between load and store would let a thread write what another has yet to
+    read."""
     for row in the(compiled, "gradient_kernel", *SHARED_KIB):
         assert row["conversions"] == 0, row
         assert row["shared"] == 0, row

@@ -1,6 +1,6 @@
 """The Triton backend, in Triton's interpreter if there is no GPU.
 
-To be imported before anything imports Triton.
+Must be imported before anything imports Triton.
 """
 
 import importlib.util
@@ -13,8 +13,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 with pytest.MonkeyPatch.context() as patch:
-    # Whether kernels are interpreted is settled when they are defined. The variable does not stay:
-    # the children that other tests start would inherit it.
+    # Whether kernels are interpreted is decided when they are defined. The variable is removed
+    # again, because children that other tests start would inherit it.
     if not torch.cuda.is_available():
         patch.setenv("TRITON_INTERPRET", "1")
     from paw_kernels import _triton as backend
@@ -25,8 +25,8 @@ __all__ = ["backend"]
 def patch_builtins_quickly():
     """Give the interpreter a `_patch_builtin` that remembers which members are built-in.
 
-    Its own looks through every member of triton.language each time a kernel, or a function that
-    kernels share, is called: a sixth of the time of the tests.
+    The original looks through every member of triton.language each time a kernel, or a function
+    that kernels share, is called. That takes a sixth of the tests' time.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -41,7 +41,7 @@ def patch_builtins_quickly():
 
     def patch_builtin(package, builder, scope):
         for name, member in builtins[package]:
-            if getattr(package, name) is member:  # not patched by the kernel that calls a function
+            if getattr(package, name) is member:  # not yet patched by the calling kernel
                 interpreter._patch_attr(package, name, member, builder, scope)
 
     interpreter._patch_builtin = patch_builtin
