@@ -14,6 +14,7 @@ from forked import Child, call_in_ranks, run_ranks
 from joint import make_lm
 from jsonl import read_jsonl
 from test_train_ranks import (  # noqa: F401
+    BRIEF,
     exit_codes,
     same_line_of_all,
     start,
@@ -40,6 +41,8 @@ PPO = {
     "eval_every": 0,
     "run_keep": 9,
     "run_save_every": 1,
+    "optim_minibatch_samples": 999,
+    **BRIEF,
 }
 SAVE_ALONE = """
 import paw.checkpoint.train_state

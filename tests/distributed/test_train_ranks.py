@@ -53,6 +53,17 @@ def words_of(folder, start, name, *options, **changes):
     return ["train", str(recipe), "--run.name", name, *options]
 
 
+BRIEF = {
+    "env_max_turns": 2,
+    "eval_games": 1,
+    "optim_micro_batch_tokens": 2000,
+    "policy_kl_coef": 0,
+    "rollout_group_size": 2,
+    "rollout_tasks": 2,
+}
+"""Changes for runs in which it does not matter what an update learns from."""
+
+
 def train(folder, start, name, *options, gpus=1, on_host=0, **changes):
     """The directory of a finished run, with a forked process for each rank, and `on_host` of them
     per machine (0: all)."""
@@ -121,7 +132,17 @@ def distance(tensors, expected):
     return float(difference.norm() / flattened(expected).norm())
 
 
-PPO = {"run_updates": 1, "advantage_type": "ppo", "critic_lr": 3e-3, "wm_loss": "gce"}
+PPO = {
+    "run_updates": 1,
+    "advantage_type": "ppo",
+    "critic_lr": 3e-3,
+    "wm_loss": "gce",
+    # Two mini-batches of several micro-batches.
+    "rollout_group_size": 2,
+    "env_max_turns": 3,
+    "optim_minibatch_samples": 9,
+    "eval_games": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +198,7 @@ def test_buffers_of_the_model_reach_every_rank_and_the_export(tmp_path):
     stored = load_file(tmp_path / "model" / "model.safetensors")
     biases = {name: value for name, value in stored.items() if "correction_bias" in name}
     frozen = {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj"], "model_dtype": "bfloat16"}
-    settings = {"run_updates": 1, "eval_every": 0, "rollout_tasks": 2, **frozen}
+    settings = {"run_updates": 1, "eval_every": 0, **BRIEF, **frozen}
     run = train(tmp_path, tmp_path / "model", "run", gpus=2, **settings)
     assert biases
     exported = load_file(run / "hf" / "model.safetensors")
@@ -264,7 +285,7 @@ if os.environ.get("RANK") == "1":
 @pytest.mark.slow
 def test_out_of_memory_on_one_rank_ends_all_and_says_what_to_turn(start, tmp_path, paw):
     (tmp_path / "patch.py").write_text(OUT_OF_MEMORY)
-    words = words_of(tmp_path, start, "oom", "--gpus", "2", run_save_every=1)
+    words = words_of(tmp_path, start, "oom", "--gpus", "2", run_save_every=1, **BRIEF)
     errors = paw(*words, code=2, env={"FORKED_PATCH": str(tmp_path / "patch.py")}).stderr
     (message,) = [line for line in errors.splitlines() if line.startswith("rank 1: ")]
     assert "out of memory in phase 'update' of update 2 on rank 1, peak " in message
@@ -297,7 +318,7 @@ def test_a_nan_on_one_rank_is_skipped_by_both_and_stops_the_run_in_the_end(
     (tmp_path / "patch.py").write_text(NOT_A_NUMBER)
     monkeypatch.setenv("FORKED_PATCH", str(tmp_path / "patch.py"))
     run = tmp_path / "nan"
-    one_step = {"optim_minibatch_samples": 999, "run_save_every": 1, "run_max_skipped": 2}
+    one_step = {"optim_minibatch_samples": 999, "run_save_every": 1, "run_max_skipped": 2, **BRIEF}
     words = words_of(tmp_path, start, "nan", **one_step, run_updates=5, eval_every=0)
     for code, errors in run_ranks([words] * 2, [tmp_path] * 2, on_host=2):
         assert code == 2
