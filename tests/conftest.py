@@ -214,6 +214,13 @@ def vllm_here() -> Iterator[Any]:
             vllm = import_vllm()
             importlib.import_module("vllm.v1.sample.ops.logprobs")
         patch.setattr("vllm.platforms.cpu.GiB_bytes", 1 << 28)
+
+        # Each engine looks for garbage seven times, half a second each among all that is imported.
+        for module in ("vllm.entrypoints.llm", "vllm.v1.worker.gpu_model_runner"):
+            importlib.import_module(module)
+        gc.freeze()
+        patch.setattr("vllm.v1.engine.core.freeze_gc_heap", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
         yield vllm
 
 
