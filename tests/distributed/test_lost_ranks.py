@@ -73,7 +73,8 @@ def recipe(start, tmp_path):
             "peer_timeout_s": 5.0,
         },
         "model": {"path": str(start), "device": "cpu"},
-        "env": ENV.model_dump(exclude_none=True),
+        "env": ENV.model_dump(exclude_none=True) | {"max_turns": 2},
+        "policy": {"kl_coef": 0},
         "rollout": {
             "tasks": 2,
             "group_size": 2,

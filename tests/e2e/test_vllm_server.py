@@ -174,7 +174,7 @@ def members(group):
     return processes
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.long)])
 def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, tmp_path, rank):
     """They train with the sampler's log-probs and entropies."""
     settings = quick | {

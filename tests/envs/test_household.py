@@ -23,7 +23,7 @@ from paw.envs.settings import AlfworldConfig
 from paw.errors import UserError
 from paw.types import Task
 
-GAMES = int(os.environ.get("PAW_TEXTWORLD_GAMES", "4"))
+GAMES = int(os.environ.get("PAW_TEXTWORLD_GAMES", "3"))
 """Official games played with the real engine, and generated ones; hundreds are for a machine of
 one's own."""
 HANDLING = ("take", "move", "open", "close", "clean", "heat", "cool", "slice", "use")
