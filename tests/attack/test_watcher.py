@@ -215,7 +215,7 @@ def recipe(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_an_environment_ends_goes_on_from_its_checkpoints(
-    paw, settings, recipe, read_metrics, tmp_path
+    paw, paw_here, settings, recipe, read_metrics, tmp_path
 ):
     """With env.processes the run does not end."""
     deadly = {"DEADLY": "exits", "DEADLY_TASK": "train/0/3"}  # in the second update
@@ -225,7 +225,7 @@ def test_a_run_that_an_environment_ends_goes_on_from_its_checkpoints(
         "paw: train ended inside code that is not PaW's, with exit code 0 (os._exit? see env.processes); "
         "checkpoints are kept (--resume auto)\n"
     )
-    paw("train", recipe, settings, "--resume", "auto")
+    paw_here("train", recipe, settings, "--resume", "auto")
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2]
 
     in_processes = {"run.name": "processes", "env.processes": 2}

@@ -81,7 +81,7 @@ def make(kind, checkpointing):
 
 def check(kind, checkpointing, ranks):
     single = Ranks()
-    rows = make_rows(tiny_policy("qwen3", **SHARP), 6)
+    rows = make_rows(tiny_policy("qwen3", **SHARP), 4)
     alone, shared = make(kind, checkpointing), make(kind, checkpointing)
     exact = Policy(copy.deepcopy(make(kind, "none").lm).float(), dtype="float32")
     for layer in (part for part in exact.lm.modules() if part._forward_pre_hooks):

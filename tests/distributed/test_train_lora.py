@@ -15,7 +15,15 @@ from paw.tools.export import export_run
 pytestmark = pytest.mark.slow
 pytest.importorskip("peft")
 LORA = ["--lora.rank", "4", "--lora.alpha", "8"]
-SHORT = {"optim_lr": 1e-2, "optim_minibatch_samples": 999, "run_save_every": 1, "run_updates": 2}
+SHORT = {
+    "env_max_turns": 3,
+    "eval_games": 1,
+    "optim_lr": 1e-2,
+    "optim_minibatch_samples": 999,
+    "rollout_group_size": 2,
+    "run_save_every": 1,
+    "run_updates": 2,
+}
 
 
 @pytest.fixture(scope="module")
