@@ -2,10 +2,13 @@
 times."""
 
 import json
+import multiprocessing
+from itertools import chain, repeat
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton_interpreted  # noqa: F401  # the children are forks of this process
 from forked import CONTEXT
 
 from paw.tools.doctor import kernels
@@ -88,6 +91,10 @@ def test_a_case_that_crashes_hangs_or_raises_is_an_answer_and_the_next_goes_on(
     (broken / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    # The child that crashes is a new interpreter. Those after it are forks, which have loaded torch.
+    contexts = chain([multiprocessing.get_context("spawn")], repeat(CONTEXT))
+    of_child = SimpleNamespace(get_context=lambda method: next(contexts))
+    monkeypatch.setattr(kernels, "multiprocessing", of_child)
     size = {"dtype": "float32", "n": 40, "V": 101, "D": 64}
     cases = [
         Case("triton", "cpu", **size),
@@ -102,8 +109,8 @@ def test_a_case_that_crashes_hangs_or_raises_is_an_answer_and_the_next_goes_on(
     assert right[0].right
     assert right[0].share > 0
     assert right[1].share == right[0].share
-    (late,) = kernels.run(cases[-1:], 0.2)
-    assert late.why == "no answer in 0.2 s"
+    (late,) = kernels.run(cases[-1:], 0.0001)
+    assert late.why == "no answer in 0.0001 s"
     assert str(late) == "FAILED"
 
 
@@ -111,7 +118,7 @@ def test_a_case_that_crashes_hangs_or_raises_is_an_answer_and_the_next_goes_on(
 def test_the_command_checks_all_that_runs_here_and_auto_goes_by_its_times(
     paw_here, monkeypatch, cache, paw_env
 ):
-    # Children that have loaded torch: the test above has new interpreters.
+    # Children that have loaded torch: the test above has a new interpreter.
     forked = SimpleNamespace(get_context=lambda method: CONTEXT)
     monkeypatch.setattr(kernels, "multiprocessing", forked)
     monkeypatch.setattr(kernels, "WIDTHS", (64,))
