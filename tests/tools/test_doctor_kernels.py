@@ -135,7 +135,7 @@ def test_the_command_checks_all_that_runs_here_and_auto_goes_by_its_times(
     assert "WRONG" not in result.stdout
     assert "n 32" in result.stdout
     assert " ms\n" in result.stdout
-    assert result.stderr.count("triton bfloat16, n 40, V 101, D 64: 0.") == 1
+    assert result.stderr.count("triton bfloat16, n 24, V 101, D 64: 0.") == 1
     measured = _measured.fastest(CPU, torch.float32, 97, 24)
     assert measured
     assert measured.ms > 0
