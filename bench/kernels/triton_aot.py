@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument(
         "--tabled",
         choices=("first", "all"),
-        help="only the table, as JSON lines on standard output; first: one case per architecture",
+        help="only the table, as JSON lines on standard output; first: one case per table entry",
     )
     options = parser.parse_args()
     if options.tabled:
@@ -107,9 +107,13 @@ def rows_of_other_versions() -> list[dict[str, Any]]:
 def tabled(*, first_only: bool = False) -> Iterator[dict[str, Any]]:
     """Every kernel of every case, with the configuration that the table gives it.
 
-    With `first_only`, only the first case of each architecture.
+    With `first_only`, only the first case of each entry of the table.
     """
+    entries = set()
     for architecture, case_changes in CASES.items():
+        if first_only and table_key(architecture) in entries:
+            continue
+        entries.add(table_key(architecture))
         for changes in case_changes[:1] if first_only else case_changes:
             problem_size = SIZES | changes
             dtype = getattr(torch, problem_size["dtype"])

@@ -3,6 +3,7 @@ peer that fails."""
 
 import argparse
 import csv
+import gc
 import importlib
 import weakref
 from dataclasses import replace
@@ -128,6 +129,7 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(
 
     # Compiling is torch's own business, and takes seconds.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    gc.freeze()  # each case collects garbage, also among what earlier tests have imported
     naive = next(peer for peer in peers.PEERS if peer.name == "naive")
     monkeypatch.setattr(cases, "PEERS", [replace(naive, name="broken", loss=failing), naive])
     monkeypatch.setattr(

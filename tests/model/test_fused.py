@@ -1,11 +1,18 @@
 """Fused decoder layers are taken only after a trial that would have seen them wrong."""
 
 import os
+import runpy
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.forkserver import _forkserver
+from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import CONTEXT
 from joint import make_lm
 
 from paw.build import check_extras
@@ -227,11 +234,41 @@ def test_compiled_layers_pass_with_everything_they_are_combined_with(monkeypatch
     assert 0 < verdict.share <= 1, verdict
 
 
+def run_module(words, output):
+    """`python WORDS`, which are -m MODULE and its arguments."""
+    for number in (1, 2):
+        os.dup2(output.fileno(), number)
+    os.setsid()
+    sys.argv = words[1:]
+    runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+
+
+class ForkedTrial:
+    """A trial's process as subprocess.Popen starts it, forked from one that has loaded torch."""
+
+    def __init__(self, command, *, stdout, **options):
+        with Connection(os.dup(stdout.fileno())) as output:
+            self.process = CONTEXT.Process(target=run_module, args=(command[1:], output))
+            self.process.start()
+        self.pid = self.process.pid
+
+    def wait(self, limit_s=None):
+        self.process.join(limit_s)
+        return self.process.exitcode
+
+
 @pytest.mark.slow
-def test_a_trial_runs_in_a_process_of_its_own(model_folder):
-    """Inductor takes a minute of a core, so here it is tried on a GPU alone."""
+def test_a_trial_runs_in_a_process_of_its_own(model_folder, monkeypatch):
+    """Inductor takes a minute of a core, so here it is tried on a GPU alone. The test below starts
+    new interpreters."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    request = make_request(model_folder, parent=os.getpid(), device=device)
+    parent = os.getpid()
+    if device == "cpu":
+        parent = _forkserver._forkserver_pid
+        names = ("DEVNULL", "STDOUT", "TimeoutExpired")
+        constants = {name: getattr(subprocess, name) for name in names}
+        monkeypatch.setattr(fused, "subprocess", SimpleNamespace(Popen=ForkedTrial, **constants))
+    request = make_request(model_folder, parent=parent, device=device)
     assert fault_of(replace(request, compiled=device == "cuda")) == ""
 
 

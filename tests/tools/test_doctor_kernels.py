@@ -2,10 +2,14 @@
 times."""
 
 import json
+import multiprocessing
+from functools import partial
+from itertools import chain, repeat
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton_interpreted  # noqa: F401  # the children are forks of this process
 from forked import CONTEXT
 
 from paw.tools.doctor import kernels
@@ -88,6 +92,10 @@ def test_a_case_that_crashes_hangs_or_raises_is_an_answer_and_the_next_goes_on(
     (broken / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    # The child that crashes is a new interpreter. Those after it are forks, which have loaded torch.
+    contexts = chain([multiprocessing.get_context("spawn")], repeat(CONTEXT))
+    of_child = SimpleNamespace(get_context=lambda method: next(contexts))
+    monkeypatch.setattr(kernels, "multiprocessing", of_child)
     size = {"dtype": "float32", "n": 40, "V": 101, "D": 64}
     cases = [
         Case("triton", "cpu", **size),
@@ -102,17 +110,29 @@ def test_a_case_that_crashes_hangs_or_raises_is_an_answer_and_the_next_goes_on(
     assert right[0].right
     assert right[0].share > 0
     assert right[1].share == right[0].share
-    (late,) = kernels.run(cases[-1:], 0.2)
-    assert late.why == "no answer in 0.2 s"
+    (late,) = kernels.run(cases[-1:], 0.0001)
+    assert late.why == "no answer in 0.0001 s"
     assert str(late) == "FAILED"
+
+
+def answer_quickly(*arguments):
+    """What the doctor's child does, with less than two seconds for a time."""
+    kernels.milliseconds = partial(kernels.milliseconds, seconds=0.02)
+    kernels._answer(*arguments)
+
+
+def quick_process(*, target, args):
+    assert target is kernels._answer
+    return CONTEXT.Process(target=answer_quickly, args=args)
 
 
 @pytest.mark.slow
 def test_the_command_checks_all_that_runs_here_and_auto_goes_by_its_times(
     paw_here, monkeypatch, cache, paw_env
 ):
-    # Children that have loaded torch: the test above has new interpreters.
-    forked = SimpleNamespace(get_context=lambda method: CONTEXT)
+    # Children that have loaded torch: the test above has a new interpreter.
+    context = SimpleNamespace(Pipe=CONTEXT.Pipe, Process=quick_process)
+    forked = SimpleNamespace(get_context=lambda method: context)
     monkeypatch.setattr(kernels, "multiprocessing", forked)
     monkeypatch.setattr(kernels, "WIDTHS", (64,))
     monkeypatch.setattr(kernels, "DTYPES", ("bfloat16",))
@@ -128,7 +148,7 @@ def test_the_command_checks_all_that_runs_here_and_auto_goes_by_its_times(
     assert "WRONG" not in result.stdout
     assert "n 32" in result.stdout
     assert " ms\n" in result.stdout
-    assert result.stderr.count("triton bfloat16, n 40, V 101, D 64: 0.") == 1
+    assert result.stderr.count("triton bfloat16, n 24, V 101, D 64: 0.") == 1
     measured = _measured.fastest(CPU, torch.float32, 97, 24)
     assert measured
     assert measured.ms > 0

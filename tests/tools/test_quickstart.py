@@ -148,7 +148,7 @@ def small_warm_up(max_steps):
         "layers": 1,
         "intermediate_size": 48,
         "batch_size": 16,
-        "corpus_turns": 1000,
+        "corpus_turns": 400,
         "max_steps": max_steps,
     }
     env = AlfworldConfig(**ENV.model_dump() | {"max_turns": 4})

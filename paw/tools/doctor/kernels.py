@@ -173,7 +173,7 @@ def cases_to_check() -> tuple[list[Case], list[str]]:
         if on_cpu and importlib.util.find_spec("triton"):
             # In its interpreter, which runs on any machine: more than two tiles of 16 x 32 for each
             # of its 3 programs.
-            n, V = 40, 128
+            n, V = 24, 128
         else:
             why = why_not_backend(backend, device, torch.float32)
             if why:

@@ -9,11 +9,12 @@ import io
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -351,6 +352,18 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     for colour, variable in CSS_NAMES.items():
         body = body.replace(colour, f"var(--{variable})")
     return f'<svg {view} role="img" aria-label="{description}">{body}'
+
+
+@styled
+def save_png(figure: Figure, file: BinaryIO) -> None:
+    """Write a figure on white. `to_svg` has laid it out.
+
+    `savefig` would draw it once more to lay it out again.
+    """
+    figure.set_layout_engine("none")
+    figure.set_dpi(150)
+    figure.set_facecolor("white")
+    FigureCanvasAgg(figure).print_png(file)
 
 
 def _axes(size: Size) -> tuple[Figure, Axes]:

@@ -272,9 +272,7 @@ def _saved_figures(
             continue
         svg = plots.to_svg(figure, name, html.escape(_printable(title)))
         if plots_dir:
-            figure.set_layout_engine("none")  # the SVG has laid it out, which is half the work
-            save_png = partial(plots.styled(figure.savefig), dpi=150, facecolor="white")
-            write_file(plots_dir / f"{name}.png", save_png)
+            write_file(plots_dir / f"{name}.png", partial(plots.save_png, figure))
         saved.append({"title": title, "svg": svg, "aside": aside, "note": note})
     return saved
 
