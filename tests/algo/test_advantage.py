@@ -103,15 +103,21 @@ def test_gigpo_with_exact_anchors_by_hand():
     assert step_returns(rows, gamma=0.5) == [2.0, 4.0, 8.0, 0.0, 0.0]
     # Episode: scores 8, 8, 8, 0, 0, mean 4.8: +3.2, -4.8; var (3 3.2^2 + 2 4.8^2) / 4 = 19.2.
     # Steps: at s0 2, 0, mean 1, var 2; at s1 4, 8, 0, mean 4, var 16.
-    mean = [3.2 + 1, 3.2 + 0, 3.2 + 4, -4.8 - 1, -4.8 - 4]
-    assert gigpo(rows, gamma=0.5, norm_std=False) == pytest.approx(mean)
-    half = [3.2 + 0.5, 3.2 + 0, 3.2 + 2, -4.8 - 0.5, -4.8 - 2]
-    assert gigpo(rows, gamma=0.5, norm_std=False, omega=0.5) == pytest.approx(half)
-    win = 3.2 / 19.2**0.5
-    loss = -4.8 / 19.2**0.5
-    root = 0.5**0.5
+    unweighted = [3.2 + 1, 3.2 + 0, 3.2 + 4, -4.8 - 1, -4.8 - 4]
+    assert gigpo(rows, gamma=0.5, norm_std=False) == pytest.approx(unweighted)
+    half_weighted = [3.2 + 0.5, 3.2 + 0, 3.2 + 2, -4.8 - 0.5, -4.8 - 2]
+    assert gigpo(rows, gamma=0.5, norm_std=False, omega=0.5) == pytest.approx(half_weighted)
+    win_advantage = 3.2 / 19.2**0.5
+    loss_advantage = -4.8 / 19.2**0.5
+    step_advantage = 0.5**0.5
     assert gigpo(rows, gamma=0.5, eps=0.0) == pytest.approx(
-        [win + root, win + 0, win + 1, loss - root, loss - 1]
+        [
+            win_advantage + step_advantage,
+            win_advantage + 0,
+            win_advantage + 1,
+            loss_advantage - step_advantage,
+            loss_advantage - 1,
+        ]
     )
 
 
@@ -121,15 +127,21 @@ def test_gigpo_with_similar_anchors_by_hand():
     Rows are compared with the first anchor of a cluster: c joins where b came first, and is alone
     where a did.
     """
-    a = ("abcdefghij", 0.0)
-    b = ("abcdefghiX", 6.0)
-    c = ("abcdefghYX", 9.0)
-    like = partial(gigpo, norm_std=False, similarity=0.9)
+    first_turn = ("abcdefghij", 0.0)
+    middle_turn = ("abcdefghiX", 6.0)
+    last_turn = ("abcdefghYX", 9.0)
+    gigpo_of_similar = partial(gigpo, norm_std=False, similarity=0.9)
     # Scores 0, 6, 9, mean 5. Clusters {0, 6} and {9}, then {6, 0, 9}.
-    assert like(played([a], [b], [c])) == pytest.approx([-5 - 3, 1 + 3, 4 + 0])
-    assert like(played([b], [a], [c])) == pytest.approx([1 + 1, -5 - 5, 4 + 4])
+    assert gigpo_of_similar(played([first_turn], [middle_turn], [last_turn])) == pytest.approx(
+        [-5 - 3, 1 + 3, 4 + 0]
+    )
+    assert gigpo_of_similar(played([middle_turn], [first_turn], [last_turn])) == pytest.approx(
+        [1 + 1, -5 - 5, 4 + 4]
+    )
     # No two are equal.
-    assert gigpo(played([a], [b], [c]), norm_std=False) == pytest.approx([-5, 1, 4])
+    assert gigpo(played([first_turn], [middle_turn], [last_turn]), norm_std=False) == pytest.approx(
+        [-5, 1, 4]
+    )
 
 
 COLUMNS = {
@@ -148,15 +160,15 @@ def rows_of(case):
     groups: dict[str, int] = {}
     trajectories: dict[str, int] = {}
     rows = []
-    for line in case["rows"]:
+    for printed in case["rows"]:
         row = make_row(
-            groups.setdefault(line["group"], len(groups)),
-            trajectories.setdefault(line["trajectory"], len(trajectories)),
-            line["step"],
-            reward=line["reward"],
-            episode_return=line["episode_return"],
-            penalty=case["penalty"] * line["invalid"],
-            anchor=line["anchor"],
+            groups.setdefault(printed["group"], len(groups)),
+            trajectories.setdefault(printed["trajectory"], len(trajectories)),
+            printed["step"],
+            reward=printed["reward"],
+            episode_return=printed["episode_return"],
+            penalty=case["penalty"] * printed["invalid"],
+            anchor=printed["anchor"],
         )
         rows.append(row)
     return rows
@@ -181,30 +193,37 @@ def test_all_cases_match_the_reference_code(column):
 
 
 def test_groups_do_not_mix():
-    first = worked_example()
-    second = [
+    first_group = worked_example()
+    second_group = [
         make_row(1, 2 + t, 0, episode_return=r, reward=r, anchor="s0")
         for t, r in enumerate([0.0, 5.0])
     ]
     for name in BY_GROUP:
-        assert advantages(first + second, name) == advantages(first, name) + advantages(
-            second, name
-        )
+        assert advantages(first_group + second_group, name) == advantages(
+            first_group, name
+        ) + advantages(second_group, name)
 
 
 def test_a_group_that_differs_by_penalties_alone_can_be_dropped():
     """There a penalty of 0.1 reaches full scale."""
-    failed = [make_row(0, t, 0, penalty=0.1 * (t == 2), anchor="s") for t in range(3)]
-    mixed = [make_row(1, 3 + t, 0, episode_return=r, anchor="s") for t, r in enumerate([0.0, 10.0])]
-    undropped = advantages(failed + mixed)
+    failed_group = [make_row(0, t, 0, penalty=0.1 * (t == 2), anchor="s") for t in range(3)]
+    mixed_group = [
+        make_row(1, 3 + t, 0, episode_return=r, anchor="s") for t, r in enumerate([0.0, 10.0])
+    ]
+    undropped = advantages(failed_group + mixed_group)
     assert undropped[2] == pytest.approx(-1.1547, abs=1e-3)
-    assert drop_penalty_only(failed + mixed, undropped) == [0.0, 0.0, 0.0, *undropped[3:]]
+    assert drop_penalty_only(failed_group + mixed_group, undropped) == [
+        0.0,
+        0.0,
+        0.0,
+        *undropped[3:],
+    ]
 
 
 def test_edges():
-    equal = [make_row(0, t, 0, episode_return=9.9, anchor="s") for t in range(7)]
+    equal_rows = [make_row(0, t, 0, episode_return=9.9, anchor="s") for t in range(7)]
     for name in RELATIVE:
         assert advantages([], name) == []
-        assert advantages(equal, name) == [0.0] * 7
+        assert advantages(equal_rows, name) == [0.0] * 7
     assert grpo([make_row(0, 0, 0, episode_return=3.0)]) == pytest.approx([3.0], abs=1e-5)
     assert rloo([make_row(0, 0, 0, episode_return=3.0)]) == [3.0]

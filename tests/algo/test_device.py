@@ -89,9 +89,9 @@ class DeviceReads(TorchDispatchMode):
     ],
 )
 def test_every_read_is_seen(read, monkeypatch):
-    with DeviceReads(monkeypatch) as seen:
+    with DeviceReads(monkeypatch) as device_reads:
         read(torch.tensor(1.0) + 1.0)
-    assert len(seen.reads) == 1
+    assert len(device_reads.reads) == 1
 
 
 def test_an_optimizer_step_reads_from_the_device_once_and_its_micro_batches_never(
@@ -111,26 +111,26 @@ def test_an_optimizer_step_reads_from_the_device_once_and_its_micro_batches_neve
         update = PolicyUpdate(run, Objective.from_config(config), update_samples=len(samples))
 
         passes = 0
-        with DeviceReads(monkeypatch) as seen:
-            head = losses.token_loss
+        with DeviceReads(monkeypatch) as device_reads:
+            original_token_loss = losses.token_loss
 
             def token_loss(*args, **kwargs):
                 nonlocal passes
                 passes += 1
-                with seen.paused():
-                    return head(*args, **kwargs)
+                with device_reads.paused():
+                    return original_token_loss(*args, **kwargs)
 
             monkeypatch.setattr(losses, "token_loss", token_loss)
             loss = update.accumulate_gradients(samples)
         assert passes > 2
-        assert seen.reads == [SCALE_READ] * passes
+        assert device_reads.reads == [SCALE_READ] * passes
 
-        with DeviceReads(monkeypatch) as seen:
+        with DeviceReads(monkeypatch) as device_reads:
             update.optimizer_step(loss)
-        assert seen.reads == ["tolist"]
-        with DeviceReads(monkeypatch) as seen:
+        assert device_reads.reads == ["tolist"]
+        with DeviceReads(monkeypatch) as device_reads:
             metrics = update.metrics()
-        assert seen.reads == ["tolist"]
+        assert device_reads.reads == ["tolist"]
         assert metrics["optim/grad_norm"] > 0
         assert metrics["policy/tis_capped_frac"] == 0.0
 
@@ -145,7 +145,7 @@ def test_arrays_of_any_dtype_come_out_of_a_buffer_as_they_went_in():
     ]
     tensors = [torch.from_numpy(array) for array in arrays]
     buffer, starts = pack(tensors, pin_memory=False)
-    assert all(begin % ALIGNMENT == 0 for begin in starts)
+    assert all(offset % ALIGNMENT == 0 for offset in starts)
     for array, tensor in zip(arrays, unpack(buffer, starts, like=tensors), strict=True):
         assert tensor.numpy().dtype == array.dtype
         assert tensor.numpy().tobytes() == array.tobytes()

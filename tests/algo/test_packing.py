@@ -20,11 +20,11 @@ from paw.distributed.ranks import Ranks
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_minibatches_hold_every_row_once_in_nearly_equal_parts(n, size, seed):
     rows = [make_row(random.Random(0), step=i) for i in range(n)]
-    parts = minibatches(rows, size=size, seed=seed)
-    assert sorted(row.step for part in parts for row in part) == list(range(n))
-    assert len(parts) == (max(1, round(n / size)) if n else 0)
-    if parts:
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    row_batches = minibatches(rows, size=size, seed=seed)
+    assert sorted(row.step for row_batch in row_batches for row in row_batch) == list(range(n))
+    assert len(row_batches) == (max(1, round(n / size)) if n else 0)
+    if row_batches:
+        assert max(map(len, row_batches)) - min(map(len, row_batches)) <= 1
 
 
 def test_minibatches_are_shuffled_by_the_seed_alone():
@@ -67,14 +67,16 @@ def test_a_row_beyond_the_budget_stands_alone():
 def test_batches_are_full_and_their_work_is_balanced(least):
     """At the sizes of the paper's ALFWorld rows. Ranks wait for each other, so their work must be
     about equal."""
-    draw = random.Random(0)
+    rng = random.Random(0)
     quadratic = 3.3e-5  # Qwen2.5-1.5B
-    lengths = [int(min(2560, draw.lognormvariate(6.9, 0.5))) for _ in range(256)]
+    lengths = [int(min(2560, rng.lognormvariate(6.9, 0.5))) for _ in range(256)]
     batches = balanced_batches(lengths, budget=16384, least=least, quadratic=quadratic)
     assert len(batches) == max(least, -(-sum(lengths) // 16384))
-    work = [sum(lengths[i] + quadratic * lengths[i] ** 2 for i in batch) for batch in batches]
-    assert work == sorted(work, reverse=True)
-    assert work[0] < 1.05 * work[-1]
+    work_by_batch = [
+        sum(lengths[i] + quadratic * lengths[i] ** 2 for i in batch) for batch in batches
+    ]
+    assert work_by_batch == sorted(work_by_batch, reverse=True)
+    assert work_by_batch[0] < 1.05 * work_by_batch[-1]
 
 
 def test_attention_counts_in_the_balance():
@@ -106,7 +108,7 @@ def test_a_packing_takes_the_configuration_s_budget_and_the_model_s_attention(pa
     divide = batches_of_similar_length if pads else partial(balanced_batches, quadratic=0.5)
     expected = divide(lengths_of[0], budget=100)
     assert Packing.of(settings, model, ranks=Ranks()).cut(lengths_of[0]) == expected
-    least = len(expected)
+    batch_count = len(expected)
     assert on_all(make_ranks(3), cut) == [
-        divide(lengths, budget=100, least=least) for lengths in lengths_of
+        divide(lengths, budget=100, least=batch_count) for lengths in lengths_of
     ]

@@ -36,20 +36,22 @@ def test_segments_cover_the_tree_and_end_their_paths(rows):
     starts = [segment.start for segment in tree.segments]
     assert starts == [0, *(segment.end for segment in tree.segments[:-1])]
     for segment in tree.segments:
-        own = list(range(segment.start, segment.end))
-        assert segment.path[-len(segment) :].tolist() == own
+        own_positions = list(range(segment.start, segment.end))
+        assert segment.path[-len(segment) :].tolist() == own_positions
         assert (np.diff(segment.path) > 0).all()
 
 
 @given(ROWS, st.integers(1, 40), st.randoms(use_true_random=False))
 def test_clusters_hold_every_row_once_with_the_tokens_that_their_tree_has(rows, budget, draw):
     groups = [draw.randrange(3) for _ in rows]
-    made = clusters(rows, groups, budget=budget)
-    assert sorted(i for cluster in made for i in cluster.rows) == list(range(len(rows)))
-    for cluster in made:
+    row_clusters = clusters(rows, groups, budget=budget)
+    assert sorted(i for cluster in row_clusters for i in cluster.rows) == list(range(len(rows)))
+    for cluster in row_clusters:
         tree = prefix_tree([rows[i] for i in cluster.rows])
         assert cluster.tokens == len(tree.input_ids)
-        assert cluster.attended == sum(len(s) * len(s.path) for s in tree.segments)
+        assert cluster.attended == sum(
+            len(segment) * len(segment.path) for segment in tree.segments
+        )
         assert cluster.tokens <= budget or len(cluster.rows) == 1
         assert len({groups[i] for i in cluster.rows}) == 1
 
@@ -67,24 +69,34 @@ def test_common_prefix_of_rows_of_different_lengths():
 def test_auto_shares_only_what_pays():
     rows = [np.array([1] * 100 + [i] * 100) for i in range(4)]
     lengths = [200] * 4
-    together = clusters(rows, [0] * 4, budget=10_000)
-    apart = clusters(rows, [0, 1, 2, 3], budget=10_000)
-    assert Packing(budget=10_000, share_prefixes="auto").sharing_pays(together, lengths)
-    assert Packing(budget=10_000, share_prefixes="auto", pads=True).sharing_pays(together, lengths)
-    assert not Packing(budget=10_000, share_prefixes="auto").sharing_pays(apart, lengths)
-    assert not Packing(budget=10_000, share_prefixes="always").sharing_pays(apart, lengths)
+    shared_clusters = clusters(rows, [0] * 4, budget=10_000)
+    unshared_clusters = clusters(rows, [0, 1, 2, 3], budget=10_000)
+    assert Packing(budget=10_000, share_prefixes="auto").sharing_pays(shared_clusters, lengths)
+    assert Packing(budget=10_000, share_prefixes="auto", pads=True).sharing_pays(
+        shared_clusters, lengths
+    )
+    assert not Packing(budget=10_000, share_prefixes="auto").sharing_pays(
+        unshared_clusters, lengths
+    )
+    assert not Packing(budget=10_000, share_prefixes="always").sharing_pays(
+        unshared_clusters, lengths
+    )
 
-    short = [row[80:140] for row in rows]  # 20 shared tokens, 40 of each row's own
-    few = clusters(short, [0] * 4, budget=10_000)
-    assert Packing(budget=10_000, share_prefixes="auto").sharing_pays(few, [60] * 4)
-    assert not Packing(budget=10_000, share_prefixes="auto", pads=True).sharing_pays(few, [60] * 4)
-    assert Packing(budget=10_000, share_prefixes="always", pads=True).sharing_pays(few, [60] * 4)
+    short_rows = [row[80:140] for row in rows]  # 20 shared tokens, 40 of each row's own
+    barely_shared = clusters(short_rows, [0] * 4, budget=10_000)
+    assert Packing(budget=10_000, share_prefixes="auto").sharing_pays(barely_shared, [60] * 4)
+    assert not Packing(budget=10_000, share_prefixes="auto", pads=True).sharing_pays(
+        barely_shared, [60] * 4
+    )
+    assert Packing(budget=10_000, share_prefixes="always", pads=True).sharing_pays(
+        barely_shared, [60] * 4
+    )
 
 
 def test_a_model_that_cannot_share_refuses_always_and_ignores_auto():
     model = SimpleNamespace(pads_sequences=True, shares_prefixes=False, quadratic=0.0)
-    auto = OptimConfig(share_prefixes="auto")
-    assert Packing.of(auto, model).share_prefixes == "never"
-    always = OptimConfig(share_prefixes="always")
+    sharing_if_it_pays = OptimConfig(share_prefixes="auto")
+    assert Packing.of(sharing_if_it_pays, model).share_prefixes == "never"
+    always_sharing = OptimConfig(share_prefixes="always")
     with pytest.raises(UserError, match=r"^optim.share_prefixes = 'always': .* auto$"):
-        Packing.of(always, model)
+        Packing.of(always_sharing, model)

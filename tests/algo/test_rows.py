@@ -36,22 +36,22 @@ SYSTEM = [1, 2, 3, 4, 5, 6]
 SEPARATOR = [9]
 
 
-def make_turn(draw, prompt_ids, *, last):
+def make_turn(rng, prompt_ids, *, is_last):
     """A turn with numbers that tell it from all others."""
-    response = [draw.randrange(20, 99) for _ in range(draw.randrange(1, 5))]
-    reward = draw.choice([0.0, 1.0, 0.3]) if last else 0.0
-    observation = draw.choice(["door", "mug", "a long hall"])
+    response = [rng.randrange(20, 99) for _ in range(rng.randrange(1, 5))]
+    reward = rng.choice([0.0, 1.0, 0.3]) if is_last else 0.0
+    observation = rng.choice(["door", "mug", "a long hall"])
     return Turn(
         prompt_ids=prompt_ids,
         response_ids=response,
-        sampled_logp=[-draw.randrange(1, 64) / 16 for _ in response],
-        entropy=[draw.randrange(1, 64) / 16 for _ in response],
+        sampled_logp=[-rng.randrange(1, 64) / 16 for _ in response],
+        entropy=[rng.randrange(1, 64) / 16 for _ in response],
         prompt="p",
         response="r",
-        outcome=Outcome(observation, reward, last, won=reward == 1.0, valid=draw.random() > 0.2),
-        anchor=draw.choice("abc"),
-        version=draw.randrange(3),
-        server=draw.choice(["http://a", "http://b"]),
+        outcome=Outcome(observation, reward, is_last, won=reward == 1.0, valid=rng.random() > 0.2),
+        anchor=rng.choice("abc"),
+        version=rng.randrange(3),
+        server=rng.choice(["http://a", "http://b"]),
     )
 
 
@@ -59,51 +59,57 @@ def encode(text):
     return [ord(letter) for letter in text]
 
 
-def make_episode(draw, task, member):
+def make_episode(rng, task, member):
     """Prompts of one message, or a conversation, in which some observations are not as raw."""
     turns = []
-    count = draw.randrange(1, 6)
-    is_conversation = draw.random() < 0.5
-    prompt = [*SYSTEM, draw.randrange(20, 99)]
-    for step in range(count):
-        turn = make_turn(draw, list(prompt), last=step == count - 1)
+    turn_count = rng.randrange(1, 6)
+    is_conversation = rng.random() < 0.5
+    prompt = [*SYSTEM, rng.randrange(20, 99)]
+    for step in range(turn_count):
+        turn = make_turn(rng, list(prompt), is_last=step == turn_count - 1)
         turns.append(turn)
         if is_conversation:
-            seen = encode(turn.outcome.observation) if draw.random() < 0.7 else [11]
-            prompt = [*prompt, *turn.response_ids, *SEPARATOR, *seen, 12]
+            shown_ids = encode(turn.outcome.observation) if rng.random() < 0.7 else [11]
+            prompt = [*prompt, *turn.response_ids, *SEPARATOR, *shown_ids, 12]
         else:
-            prompt = [*SYSTEM, *(draw.randrange(20, 99) for _ in range(draw.randrange(1, 6)))]
+            prompt = [*SYSTEM, *(rng.randrange(20, 99) for _ in range(rng.randrange(1, 6)))]
     return Trajectory(task, member, turns)
 
 
-def make_groups(count, size):
-    draw = random.Random(count)
+def make_groups(group_count, group_size):
+    rng = random.Random(group_count)
     groups = []
-    for index in range(count):
+    for index in range(group_count):
         task = Task(f"task {index}", "kind", payload=object())
-        members = [make_episode(draw, task, member) for member in range(size)]
+        members = [make_episode(rng, task, member) for member in range(group_size)]
         groups.append(Group(task, members, index))
     return groups
 
 
 def play_share(groups, ranks):
     """The groups as this rank sees them after the rollout; members are dealt in blocks."""
-    size = len(groups[0].trajectories)
-    share = range(
-        len(groups) * size * ranks.rank // ranks.world_size,
-        len(groups) * size * (ranks.rank + 1) // ranks.world_size,
+    group_size = len(groups[0].trajectories)
+    own_episodes = range(
+        len(groups) * group_size * ranks.rank // ranks.world_size,
+        len(groups) * group_size * (ranks.rank + 1) // ranks.world_size,
     )
-    own = []
+    own_groups = []
     for group in groups:
-        members = [t for t in group.trajectories if group.index * size + t.member in share]
+        members = [
+            episode
+            for episode in group.trajectories
+            if group.index * group_size + episode.member in own_episodes
+        ]
         if members:
-            own.append(Group(group.task, members, group.index))
-    parts = share_summaries((own, RolloutStats()), [group.task for group in groups], ranks)
-    seen = [Group(group.task, [], group.index) for group in groups]
-    for rank_groups, _ in parts:
+            own_groups.append(Group(group.task, members, group.index))
+    rank_summaries = share_summaries(
+        (own_groups, RolloutStats()), [group.task for group in groups], ranks
+    )
+    visible_groups = [Group(group.task, [], group.index) for group in groups]
+    for rank_groups, _ in rank_summaries:
         for group in rank_groups:
-            seen[group.index].trajectories += group.trajectories
-    return seen
+            visible_groups[group.index].trajectories += group.trajectories
+    return visible_groups
 
 
 def prepared(groups, ranks, share_prefixes):
@@ -123,10 +129,12 @@ def prepared(groups, ranks, share_prefixes):
     assign(samples, "advantage", compute_by_group(samples, gigpo, ranks))
     packing = Packing(budget=60, share_prefixes=share_prefixes, ranks=ranks if several else None)
     micro_batches(samples, packing, with_observation=False, device=CPU)  # the scoring pass
-    own = held(samples, ranks)
-    for i in own:
+    own_indices = held(samples, ranks)
+    for i in own_indices:
         samples[i].old_logp = [logp - 0.5 for logp in samples[i].sampled_logp]
-    entropies = gather_numbers(samples, [max(samples[i].sampled_entropy) for i in own], ranks)
+    entropies = gather_numbers(
+        samples, [max(samples[i].sampled_entropy) for i in own_indices], ranks
+    )
     assign(samples, "entropy", entropies)
     digests = gather_digests(samples, ranks)
     selection = select(
@@ -163,12 +171,12 @@ def learnt(groups, share_prefixes, ranks):
     return scalars, rows, counts
 
 
-def rows_of(batch, minibatch, update_samples, place):
-    """(place, sample, token, weight, ...) of each target of a micro-batch."""
+def rows_of(batch, minibatch, update_samples, step_key):
+    """(step, turn, token, weight, ...) of each target of a micro-batch."""
     if not batch.indices:
         return []
     tokens = token_batch(batch, minibatch, update_samples=update_samples)
-    names = [(minibatch[i].trajectory, minibatch[i].step) for i in batch.indices]
+    turn_keys = [(minibatch[i].trajectory, minibatch[i].step) for i in batch.indices]
     columns = zip(
         tokens.sample.tolist(),
         batch.target.tolist(),
@@ -179,7 +187,7 @@ def rows_of(batch, minibatch, update_samples, place):
         tokens.sampled_logp.tolist(),
         strict=True,
     )
-    return [(place, names[sample], *rest) for sample, *rest in columns]
+    return [(step_key, turn_keys[sample], *values) for sample, *values in columns]
 
 
 @pytest.mark.parametrize("share_prefixes", ["never", "auto"])
@@ -205,9 +213,9 @@ def test_the_tokens_of_a_group_that_share_prefixes_stay_together():
         batches = micro_batches(samples, packing, with_observation=False, device=CPU)
         return sum(batch.shared_tokens for batch in batches)
 
-    alone = computed(Ranks())
-    shared = sum(on_all(make_ranks(2), computed))
-    assert 0.75 * alone < shared
+    on_one_rank = computed(Ranks())
+    on_two_ranks = sum(on_all(make_ranks(2), computed))
+    assert 0.75 * on_one_rank < on_two_ranks
 
 
 def test_rows_that_are_away_have_a_length_and_say_how_to_get_them():
@@ -215,31 +223,38 @@ def test_rows_that_are_away_have_a_length_and_say_how_to_get_them():
 
     def read(ranks):
         samples = prepared(groups, ranks, "never")[0]
-        own = held(samples, ranks)
-        remote = next(samples[i] for i in range(len(samples)) if i not in own)
+        own_indices = held(samples, ranks)
+        remote = next(samples[i] for i in range(len(samples)) if i not in own_indices)
         assert len(remote.response_ids) > 0
         for reading in (list, np.asarray, lambda row: row[0]):
             with pytest.raises(AwayError, match=r"are on rank .* @estimator\(tokens=True\)"):
                 reading(remote.prompt_ids)
-        full = with_all_rows(samples, ranks)
-        return [(list(s.prompt_ids), list(s.response_ids), list(s.old_logp)) for s in full]
+        gathered = with_all_rows(samples, ranks)
+        return [(list(s.prompt_ids), list(s.response_ids), list(s.old_logp)) for s in gathered]
 
-    first, second = on_all(make_ranks(2), read)
-    assert first == second
+    first_rank, second_rank = on_all(make_ranks(2), read)
+    assert first_rank == second_rank
     expected = prepared(groups, Ranks(), "never")[0]
-    assert first == [(list(s.prompt_ids), list(s.response_ids), list(s.old_logp)) for s in expected]
+    assert first_rank == [
+        (list(s.prompt_ids), list(s.response_ids), list(s.old_logp)) for s in expected
+    ]
 
 
 def test_callbacks_can_have_the_turns_of_all_ranks():
     groups = make_groups(3, 2)
 
     def gather(ranks):
-        seen = play_share(groups, ranks)
+        visible_groups = play_share(groups, ranks)
         with pytest.raises(AwayError):
-            [turn for group in seen for episode in group.trajectories for turn in episode.turns]
-        full = gather_turns(seen, ranks)
-        assert gather_turns(full, ranks) == full
-        return full
+            [
+                turn
+                for group in visible_groups
+                for episode in group.trajectories
+                for turn in episode.turns
+            ]
+        gathered = gather_turns(visible_groups, ranks)
+        assert gather_turns(gathered, ranks) == gathered
+        return gathered
 
     assert on_all(make_ranks(3), gather) == [groups] * 3
 
@@ -247,10 +262,12 @@ def test_callbacks_can_have_the_turns_of_all_ranks():
 def test_a_rank_makes_objects_for_the_turns_it_holds_alone(monkeypatch):
     """Others' turns are rows of numbers, so a rank's time and memory fall with the ranks."""
     groups = make_groups(16, 4)
-    made = []
-    make = SharedSamples._away_sample
+    away_samples = []
+    make_away_sample = SharedSamples._away_sample
     monkeypatch.setattr(
-        SharedSamples, "_away_sample", lambda *arguments: made.append(1) or make(*arguments)
+        SharedSamples,
+        "_away_sample",
+        lambda *arguments: away_samples.append(1) or make_away_sample(*arguments),
     )
 
     def count(ranks):
@@ -260,8 +277,9 @@ def test_a_rank_makes_objects_for_the_turns_it_holds_alone(monkeypatch):
         assert samples.here.keys() == set(held(samples, ranks))
         return len(samples)
 
-    turns, *_ = on_all(make_ranks(4), count)
-    assert len(made) < turns / 2  # those that moved, where each rank making all would be 3 turns
+    turn_count, *_ = on_all(make_ranks(4), count)
+    # Only those that moved: if each rank made all of them, it would be 3 times the turns.
+    assert len(away_samples) < turn_count / 2
 
 
 def test_advantages_that_fail_on_one_rank_end_all():

@@ -34,29 +34,32 @@ REPLY = [9, 6]
 CPU = torch.device("cpu")
 
 
-def make_turn(n, *, observation="you see a mug", reward=0.0, valid=True, done=False):
+def make_turn(number, *, observation="you see a mug", reward=0.0, valid=True, done=False):
     return Turn(
-        prompt_ids=[10 + n],
-        response_ids=[20 + n, 2],
+        prompt_ids=[10 + number],
+        response_ids=[20 + number, 2],
         sampled_logp=[-0.5, -0.25],
         entropy=[0.3, 0.1],
         prompt="p",
         response="r",
         outcome=Outcome(observation, reward, done, won=reward > 0, action="look", valid=valid),
-        anchor=f"anchor {n}",
+        anchor=f"anchor {number}",
         version=0,
     )
 
 
 def make_groups():
-    won = Trajectory(
+    won_episode = Trajectory(
         Task("a", "pick"), 0, [make_turn(0), make_turn(1, reward=10.0, observation="", done=True)]
     )
-    lost = Trajectory(Task("a", "pick"), 1, [make_turn(2, valid=False)])
-    other = Trajectory(
+    lost_episode = Trajectory(Task("a", "pick"), 1, [make_turn(2, valid=False)])
+    other_episode = Trajectory(
         Task("b", "heat"), 0, [make_turn(3), make_turn(4), make_turn(5, valid=False)]
     )
-    return [Group(won.task, [won, lost]), Group(other.task, [other])]
+    return [
+        Group(won_episode.task, [won_episode, lost_episode]),
+        Group(other_episode.task, [other_episode]),
+    ]
 
 
 def samples_of(groups, *, encode=lambda text: [ord(c) for c in text], penalty=0.1):
@@ -111,29 +114,32 @@ def test_collate_as_documented():
     assert batch.observation.tolist() == [False, False, True, True, False, False]
 
 
-def conversation(*, turns=5, seed=0, mangled=(), cut=()):
+def conversation(*, turns=5, seed=0, mangled_steps=(), cut_steps=()):
     """Three groups of two trajectories, each a conversation: the next prompt is this one, the
     response, the observation as a user's message, and the template's way to the next response.
-    `mangled` turns see another text than they return; responses of `cut` turns have no end token,
-    which stands before the user's message.
+    At `mangled_steps` the next prompt shows another text than the turn returned. At `cut_steps` the
+    response has no end token; the token stands before the user's message instead.
     """
     rng = random.Random(seed)
     groups = []
 
-    def ids(n):
-        return [rng.randrange(10, VOCAB) for _ in range(n)]
+    def ids(length):
+        return [rng.randrange(10, VOCAB) for _ in range(length)]
 
-    for g in range(3):
-        group = Group(Task(str(g), "pick"), [])
+    for group_index in range(3):
+        group = Group(Task(str(group_index), "pick"), [])
         for member in range(2):
             prompt = ids(4)
             played = []
-            for t in range(turns):
+            for step in range(turns):
                 response = ids(rng.randint(1, 4))
-                observation = ids(5) if t < turns - 1 else []
-                reward = 10.0 * (t == turns - 1 and member == 0)
+                observation = ids(5) if step < turns - 1 else []
+                reward = 10.0 * (step == turns - 1 and member == 0)
                 turn = make_turn(
-                    t, observation=" ".join(map(str, observation)), reward=reward, valid=t != 1
+                    step,
+                    observation=" ".join(map(str, observation)),
+                    reward=reward,
+                    valid=step != 1,
                 )
                 turn = replace(
                     turn,
@@ -141,11 +147,11 @@ def conversation(*, turns=5, seed=0, mangled=(), cut=()):
                     response_ids=response,
                     sampled_logp=[-1.0] * len(response),
                 )
-                end = END if t in cut else []
-                turn.separator_ids = END + SEPARATOR if t in cut else None
+                end_ids = END if step in cut_steps else []
+                turn.separator_ids = END + SEPARATOR if step in cut_steps else None
                 played.append(turn)
-                shown = ids(5) if t in mangled else observation
-                prompt = prompt + response + end + SEPARATOR + shown + REPLY
+                shown_ids = ids(5) if step in mangled_steps else observation
+                prompt = prompt + response + end_ids + SEPARATOR + shown_ids + REPLY
             group.trajectories.append(Trajectory(group.task, member, played))
         groups.append(group)
     return groups
@@ -161,30 +167,30 @@ def prepared(policy, groups, *, wm):
 def test_turns_in_one_sequence_learn_as_they_do_one_by_one(wm, norm):
     policy = tiny_policy()
     samples = prepared(policy, conversation(), wm=wm)
-    alone = [replace(sample, continues=False) for sample in samples]
+    separate = [replace(sample, continues=False) for sample in samples]
     assert len(sequences(samples, with_observation=wm)) == 6
-    assert len(sequences(alone, with_observation=wm)) == 30
+    assert len(sequences(separate, with_observation=wm)) == 30
     policy.double()  # the body: its rounding depends on what a sequence is batched with
     objective = Objective(norm=norm, kl_coef=0.1, entropy_coef=0.01, rho=0.05)
     loss, gradient = packed(policy, samples, objective, update_samples=40, with_observation=wm)
     loss_alone, gradient_alone = packed(
-        policy, alone, objective, update_samples=40, with_observation=wm
+        policy, separate, objective, update_samples=40, with_observation=wm
     )
     assert loss == pytest.approx(loss_alone, rel=1e-6)
     assert relative(gradient, gradient_alone) < 1e-6
     assert gradient.norm() > 0
     scored = log_probs(policy, samples, Packing(budget=60), temperature=0.7)
-    for i, (logp_alone, entropy_alone) in log_probs(
-        policy, alone, Packing(budget=60), temperature=0.7
+    for index, (logp_alone, entropy_alone) in log_probs(
+        policy, separate, Packing(budget=60), temperature=0.7
     ).items():
-        logp, entropy = scored[i]
+        logp, entropy = scored[index]
         assert logp == pytest.approx(logp_alone, abs=1e-6)
         assert entropy == pytest.approx(entropy_alone, abs=1e-6)
 
 
 def test_a_conversation_takes_less_than_half_the_tokens_and_the_world_model_adds_none():
     samples = prepared(tiny_policy(), conversation(), wm=True)
-    alone = [replace(sample, continues=False) for sample in samples]
+    separate = [replace(sample, continues=False) for sample in samples]
     assert any(sample.wm_weight for sample in samples)
 
     def tokens(rows, *, wm):
@@ -192,7 +198,7 @@ def test_a_conversation_takes_less_than_half_the_tokens_and_the_world_model_adds
         return sum(sum(batch.lengths) for batch in batches)
 
     joined = tokens(samples, wm=False)
-    assert joined < tokens(alone, wm=False) / 2
+    assert joined < tokens(separate, wm=False) / 2
     assert tokens(samples, wm=True) == joined
 
 
@@ -200,7 +206,7 @@ def test_a_target_that_is_not_in_the_next_prompt_is_appended():
     """Turn 2's observation is different in the next prompt: if it is a target, the sequence ends
     after it."""
     policy = tiny_policy()
-    samples = prepared(policy, conversation(mangled={2}), wm=True)
+    samples = prepared(policy, conversation(mangled_steps={2}), wm=True)
     for sample in samples:
         sample.wm_weight = 0.1 * (sample.step < 4)
     joined = sequences(samples, with_observation=True)
@@ -226,10 +232,10 @@ def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(name, dtype):
     alone, and those of full logits in float64. Only response tokens count as such."""
     policy = Policy(make_lm(), dtype=dtype)
     objective = OBJECTIVES[name]
-    samples = prepared(policy, conversation(cut={0, 1, 3}), wm=True)
-    alone = [replace(sample, continues=False) for sample in samples]
+    samples = prepared(policy, conversation(cut_steps={0, 1, 3}), wm=True)
+    separate = [replace(sample, continues=False) for sample in samples]
     assert len(sequences(samples, with_observation=True)) == 6
-    assert len(sequences(alone, with_observation=True)) == 30
+    assert len(sequences(separate, with_observation=True)) == 30
     assert {sample.step for sample in samples if sample.separator_ids[:1].tolist() == END} == {
         0,
         1,
@@ -237,22 +243,24 @@ def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(name, dtype):
     }
     expected, expected_gradient, *_ = dense(policy, samples, objective, update_samples=30)
     loss, gradient = packed(policy, samples, objective, update_samples=30)
-    loss_alone, gradient_alone = packed(policy, alone, objective, update_samples=30)
+    separate_loss, separate_gradient = packed(policy, separate, objective, update_samples=30)
     error = relative(gradient, expected_gradient)
     if dtype == "float32":
         assert error < 1e-5
         assert loss == pytest.approx(expected, rel=1e-5)
     else:
-        assert error < 2 * relative(gradient_alone, expected_gradient) + 1e-4
-        assert loss == pytest.approx(expected, abs=2 * abs(loss_alone - expected) + 1e-3)
+        assert error < 2 * relative(separate_gradient, expected_gradient) + 1e-4
+        assert loss == pytest.approx(expected, abs=2 * abs(separate_loss - expected) + 1e-3)
 
     (batch,) = micro_batches(samples, Packing(budget=10**6), with_observation=True, device=CPU)
-    out, tokens = objective.forward(policy, batch, samples, 30)
+    output, tokens = objective.forward(policy, batch, samples, 30)
     policy_loss, wm_loss = objective.terms
-    sums = token_sums(out, tokens, batch, policy=policy_loss, wm=wm_loss)
-    assert sums["response_tokens"] == sum(len(sample.response_ids) for sample in samples)
+    token_totals = token_sums(output, tokens, batch, policy=policy_loss, wm=wm_loss)
+    assert token_totals["response_tokens"] == sum(len(sample.response_ids) for sample in samples)
     selected = [sample for sample in samples if sample.wm_weight]
-    assert sums["observation_tokens"] == sum(len(sample.observation_ids) for sample in selected)
+    assert token_totals["observation_tokens"] == sum(
+        len(sample.observation_ids) for sample in selected
+    )
     scored = log_probs(policy, samples, Packing(budget=10**6), temperature=1.0).values()
     for sample, (logp, _) in zip(samples, scored, strict=True):
         assert len(logp) == len(sample.response_ids)
@@ -261,10 +269,12 @@ def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(name, dtype):
 def test_minibatches_keep_sequences_together_and_ranks_share_them():
     policy = tiny_policy()
     samples = prepared(policy, conversation(), wm=True)
-    parts = minibatches(samples, size=10, seed=3)
-    assert [len(part) for part in parts] == [10, 10, 10]
-    assert all(len(sequences(part, with_observation=False)) == 2 for part in parts)
-    whole = packed(policy, samples, Objective(), update_samples=30)
+    sample_batches = minibatches(samples, size=10, seed=3)
+    assert [len(sample_batch) for sample_batch in sample_batches] == [10, 10, 10]
+    assert all(
+        len(sequences(sample_batch, with_observation=False)) == 2 for sample_batch in sample_batches
+    )
+    of_all = packed(policy, samples, Objective(), update_samples=30)
     shares = packed_in_ranks(policy, samples, Objective(), 4, update_samples=30, budget=60)
-    assert sum(loss for loss, _ in shares) == pytest.approx(whole[0], rel=1e-6)
-    assert relative(sum(gradient for _, gradient in shares), whole[1]) < 1e-6
+    assert sum(loss for loss, _ in shares) == pytest.approx(of_all[0], rel=1e-6)
+    assert relative(sum(gradient for _, gradient in shares), of_all[1]) < 1e-6

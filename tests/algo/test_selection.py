@@ -53,25 +53,27 @@ def updates(draw):
 def test_the_most_uncertain_rows_with_a_target_are_selected(rows, alpha, extra_groups):
     present = list(dict.fromkeys(row.group for row in rows))
     n_groups = len(present) + extra_groups
-    out = select(rows, alpha=alpha, weight="adaptive", reward_max=10.0, n_groups=n_groups)
+    selection = select(rows, alpha=alpha, weight="adaptive", reward_max=10.0, n_groups=n_groups)
     candidates = [i for i, row in enumerate(rows) if len(row.observation_ids)]
-    chosen = [i for i, is_selected in enumerate(out.selected) if is_selected]
+    chosen = [i for i, is_selected in enumerate(selection.selected) if is_selected]
     assert len(chosen) == math.ceil(round(alpha * len(candidates), 6))
     assert set(chosen) <= set(candidates)
     left_out = set(candidates) - set(chosen)
     for i in chosen:
         assert all((rows[i].entropy, -i) > (rows[j].entropy, -j) for j in left_out)
     # The selected rows of a group carry lambda_g / G together (PaW Eq. (11)).
-    assert len(out.lambdas) == len(present)
-    assert all(0 <= value <= 1 for value in out.lambdas)
-    for group, value in zip(present, out.lambdas, strict=True):
+    assert len(selection.lambdas) == len(present)
+    assert all(0 <= group_weight <= 1 for group_weight in selection.lambdas)
+    for group, group_weight in zip(present, selection.lambdas, strict=True):
         chosen_of_group = [i for i in chosen if rows[i].group == group]
-        assert len({out.weights[i] for i in chosen_of_group}) <= 1
+        assert len({selection.weights[i] for i in chosen_of_group}) <= 1
         if chosen_of_group:
-            assert sum(out.weights[i] for i in chosen_of_group) == pytest.approx(value / n_groups)
+            assert sum(selection.weights[i] for i in chosen_of_group) == pytest.approx(
+                group_weight / n_groups
+            )
     assert all(
         weight == 0
-        for weight, is_selected in zip(out.weights, out.selected, strict=True)
+        for weight, is_selected in zip(selection.weights, selection.selected, strict=True)
         if not is_selected
     )
 
@@ -80,30 +82,30 @@ def test_lambda_counts_each_trajectory_once_ignores_penalties_and_may_be_constan
     rows = [make_row(0, 0, 1.0, episode_return=10.0)] + [
         make_row(0, 1, 1.0, penalty=0.1) for _ in range(9)
     ]
-    out = select(rows, alpha=1.0, weight="adaptive", reward_max=10.0, n_groups=1)
-    assert out.lambdas == [0.5]
-    assert out.weights == pytest.approx([0.05] * 10)
-    out = select(rows, alpha=1.0, weight=0.3, reward_max=10.0, n_groups=2)
-    assert out.lambdas == [0.3]
-    assert out.weights == pytest.approx([0.015] * 10)
+    selection = select(rows, alpha=1.0, weight="adaptive", reward_max=10.0, n_groups=1)
+    assert selection.lambdas == [0.5]
+    assert selection.weights == pytest.approx([0.05] * 10)
+    selection = select(rows, alpha=1.0, weight=0.3, reward_max=10.0, n_groups=2)
+    assert selection.lambdas == [0.3]
+    assert selection.weights == pytest.approx([0.015] * 10)
 
 
 def test_ties_go_to_the_lower_index_and_rounding_adds_no_row():
     rows = [make_row(0, 0, 1.0) for _ in range(30)]
-    out = select(rows, alpha=0.1, weight=1.0, reward_max=1.0, n_groups=1)
-    assert out.selected == [True] * 3 + [False] * 27
+    selection = select(rows, alpha=0.1, weight=1.0, reward_max=1.0, n_groups=1)
+    assert selection.selected == [True] * 3 + [False] * 27
 
 
 def test_a_group_without_failures_has_no_weight_and_rows_without_a_target_take_no_place():
     rows = [make_row(0, 0, 1.0, episode_return=10.0), make_row(1, 1, 0.5)]
-    out = select(rows, alpha=1.0, weight="adaptive", reward_max=10.0, n_groups=2)
-    assert out.lambdas == [0.0, 1.0]
-    assert out.weights == [0.0, 0.5]
-    assert out.selected == [True, True]
+    selection = select(rows, alpha=1.0, weight="adaptive", reward_max=10.0, n_groups=2)
+    assert selection.lambdas == [0.0, 1.0]
+    assert selection.weights == [0.0, 0.5]
+    assert selection.selected == [True, True]
     rows = [make_row(0, 0, 9.0, target=False), make_row(0, 0, 1.0), make_row(0, 0, 2.0)]
-    out = select(rows, alpha=0.5, weight=1.0, reward_max=1.0, n_groups=1)
-    assert out.selected == [False, False, True]
-    assert out.weights == [0.0, 0.0, 1.0]
+    selection = select(rows, alpha=0.5, weight=1.0, reward_max=1.0, n_groups=1)
+    assert selection.selected == [False, False, True]
+    assert selection.weights == [0.0, 0.0, 1.0]
 
 
 def test_with_dedup_of_equal_rows_only_the_first_takes_part():
@@ -113,8 +115,8 @@ def test_with_dedup_of_equal_rows_only_the_first_takes_part():
     assert select(rows, **select_all).selected == [True] * 4
     distinct = gather_digests(rows, Ranks())
     assert select(rows, **select_all, distinct=distinct).selected == [True, False, False, True]
-    few = select(rows, **select_all | {"alpha": 0.3}, distinct=distinct)
-    assert few.weights == [0.5, 0.0, 0.0, 0.0]
+    small_selection = select(rows, **select_all | {"alpha": 0.3}, distinct=distinct)
+    assert small_selection.weights == [0.5, 0.0, 0.0, 0.0]
 
 
 def test_misuse_is_named():

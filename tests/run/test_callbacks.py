@@ -29,11 +29,11 @@ METRICS = {
 class Stage:
     """A run as far as a callback sees it."""
 
-    def __init__(self, *, updates=20, step=0, first=True, directory=None):
+    def __init__(self, *, updates=20, step=0, is_first_rank=True, directory=None):
         self.config = Config(model=ModelConfig(path="-"), run={"updates": updates})
         self.step = step
         self.directory = directory
-        self.ranks = SimpleNamespace(first=first)
+        self.ranks = SimpleNamespace(first=is_first_rank)
         self.signal = SimpleNamespace(requested=False, name="SIGINT")
         self.failed = False
         self.said: list[str] = []
@@ -62,7 +62,7 @@ def test_an_update_is_one_line_of_the_first_rank():
     assert "entropy" not in first
     assert second.startswith("update   2/150  eval 41.0% of 100 games  ")
     assert "environment failures 2" in second
-    assert Stage(first=False).show(Progress(), *updates) == []
+    assert Stage(is_first_rank=False).show(Progress(), *updates) == []
 
 
 def test_a_terminal_shows_in_place_how_far_it_is(monkeypatch):
@@ -73,23 +73,23 @@ def test_a_terminal_shows_in_place_how_far_it_is(monkeypatch):
         stream = io.StringIO()
         stream.isatty = lambda is_terminal=is_terminal: is_terminal
         monkeypatch.setattr(sys, "stderr", stream)
-        for done in (1, 2):
-            progress("episodes", done, 2)
+        for updates_done in (1, 2):
+            progress("episodes", updates_done, 2)
         assert stream.getvalue() == expected
 
 
 def test_time_left_counts_updates_of_this_session_only(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr("paw.tools.train.callbacks.time.monotonic", lambda: now[0])
-    run = Stage(updates=100, step=50)
+    clock = [1000.0]
+    monkeypatch.setattr("paw.tools.train.callbacks.time.monotonic", lambda: clock[0])
+    stage = Stage(updates=100, step=50)
     view = Progress()
-    view.on_start(run)
-    now[0] += 600.0
-    view.on_update(run, {"eval/success": 0.4})  # what a stop left out, of the update before
-    now[0] += 30.0
-    run.step = 51
-    view.on_update(run, {})
-    assert run.said[-1] == "update  51/100  30.0 s  left 0:24:30"
+    view.on_start(stage)
+    clock[0] += 600.0
+    view.on_update(stage, {"eval/success": 0.4})  # what a stop left out, of the update before
+    clock[0] += 30.0
+    stage.step = 51
+    view.on_update(stage, {})
+    assert stage.said[-1] == "update  51/100  30.0 s  left 0:24:30"
 
 
 def test_samples_show_what_was_seen_and_expected():
@@ -139,9 +139,9 @@ def test_samples_show_what_was_seen_and_expected():
 
 @pytest.mark.slow
 def test_a_report_that_fails_is_a_warning(tmp_path):
-    run = Stage(directory=tmp_path)
-    Report().on_end(run)
-    (line,) = run.said
+    stage = Stage(directory=tmp_path)
+    Report().on_end(stage)
+    (line,) = stage.said
     assert line.startswith(f"warning: no report was written: {tmp_path}: no metrics.jsonl in it; ")
 
 

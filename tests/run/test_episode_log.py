@@ -38,8 +38,8 @@ def make_groups():
     groups = []
     for index in range(2):
         task = Task(f"t{index}", "pick")
-        won = [make_turn(), make_turn(won=True)]
-        trajectories = [Trajectory(task, 0, [make_turn()]), Trajectory(task, 1, won)]
+        won_turns = [make_turn(), make_turn(won=True)]
+        trajectories = [Trajectory(task, 0, [make_turn()]), Trajectory(task, 1, won_turns)]
         groups.append(Group(task, trajectories, index))
     return groups
 
@@ -53,41 +53,43 @@ def sample_of(trajectory, step, **values):
     return Sample(trajectory // 2, trajectory, step, prompt_ids=[1], **values)
 
 
-def batch_of(indices, n):
+def batch_of(indices, target_count):
     nothing = torch.zeros(0)
-    flags = torch.zeros(n, dtype=torch.bool)
-    return Batch(nothing, [], nothing, nothing, flags, nothing, nothing, indices)
+    no_observation = torch.zeros(target_count, dtype=torch.bool)
+    return Batch(nothing, [], nothing, nothing, no_observation, nothing, nothing, indices)
 
 
 def test_each_episode_is_of_another_task_if_possible():
-    log = make_log(3)
-    log.start(make_groups())
-    assert [chosen.index for chosen in log.chosen] == [0, 2, 1]
-    assert log.chosen[0].group == {"size": 2, "won": 1, "return": 0.5}
+    episode_log = make_log(3)
+    episode_log.start(make_groups())
+    assert [chosen.index for chosen in episode_log.chosen] == [0, 2, 1]
+    assert episode_log.chosen[0].group == {"size": 2, "won": 1, "return": 0.5}
 
 
 def test_episodes_of_other_ranks_are_left_out():
     groups = make_groups()
-    away = groups[0].trajectories[0]
-    groups[0].trajectories[0] = AwayTrajectory(away.task, 0, away.summary, rank=1, failure=None)
-    log = make_log(9)
-    log.start(groups)
-    assert [chosen.index for chosen in log.chosen] == [1, 2, 3]
-    assert log.chosen[0].group["won"] == 1, "of all ranks"
+    away_episode = groups[0].trajectories[0]
+    groups[0].trajectories[0] = AwayTrajectory(
+        away_episode.task, 0, away_episode.summary, rank=1, failure=None
+    )
+    episode_log = make_log(9)
+    episode_log.start(groups)
+    assert [chosen.index for chosen in episode_log.chosen] == [1, 2, 3]
+    assert episode_log.chosen[0].group["won"] == 1, "of all ranks"
 
 
 def test_tokens_have_their_numbers_and_targets_those_of_their_first_step():
-    log = make_log(1)
-    log.start(make_groups())
+    episode_log = make_log(1)
+    episode_log.start(make_groups())
     selected = sample_of(0, 0, advantage=-0.70711, wm_weight=0.25)
-    other = sample_of(3, 1, wm_weight=0.5)
+    second_sample = sample_of(3, 1, wm_weight=0.5)
     logp = torch.arange(-14.0, 0.0)  # of 2 samples with 3 + 4 targets each
-    log.observe(logp, batch_of([1, 0], 14), [selected, other])
-    log.observe(logp * 0, batch_of([0], 7), [selected])  # a second epoch
-    log.finish([selected, other])
+    episode_log.observe(logp, batch_of([1, 0], 14), [selected, second_sample])
+    episode_log.observe(logp * 0, batch_of([0], 7), [selected])  # a second epoch
+    episode_log.finish([selected, second_sample])
 
-    (record,) = log.take()
-    assert log.take() == []
+    (record,) = episode_log.take()
+    assert episode_log.take() == []
     (turn,) = record["turns"]
     assert record["won"] is False
     assert record["prompt"] == "where to?"
@@ -107,32 +109,32 @@ def test_tokens_have_their_numbers_and_targets_those_of_their_first_step():
 
 
 def test_only_the_results_of_calls_are_targets_and_ppo_has_an_advantage_for_each_token():
-    log = make_log(1)
-    log.by_token = True
-    log.start(make_groups())
+    episode_log = make_log(1)
+    episode_log.by_token = True
+    episode_log.start(make_groups())
     sample = sample_of(0, 0, wm_weight=1.0, token_advantage=[0.5, 0.0, -0.5], spans=[(1, 3)])
-    log.observe(torch.tensor([0.0, 0.0, 0.0, -1.5, -2.5]), batch_of([0], 5), [sample])
-    log.finish([sample])
-    (turn,) = log.take()[0]["turns"]
+    episode_log.observe(torch.tensor([0.0, 0.0, 0.0, -1.5, -2.5]), batch_of([0], 5), [sample])
+    episode_log.finish([sample])
+    (turn,) = episode_log.take()[0]["turns"]
     assert turn["observation_logp"] == [None, -1.5, -2.5, None]
     assert turn["advantage"] == [0.5, 0.0, -0.5]
 
 
 def test_a_turn_without_a_sample_or_a_gradient_keeps_what_is_known():
-    log = make_log(4)
-    log.start(make_groups())
-    log.finish([sample_of(0, 0)])
-    records = log.take()
+    episode_log = make_log(4)
+    episode_log.start(make_groups())
+    episode_log.finish([sample_of(0, 0)])
+    records = episode_log.take()
     assert records[0]["turns"][0]["selected"] is False
     assert "observation_logp" not in records[0]["turns"][0]
     assert "advantage" not in records[1]["turns"][0]
 
 
 def test_characters_of_several_tokens_stand_at_the_first():
-    parts = "é✓a".encode()
+    encoded = "é✓a".encode()
 
     def decode_bytes(ids):
-        return bytes(parts[i] for i in ids).decode(errors="replace")
+        return bytes(encoded[i] for i in ids).decode(errors="replace")
 
     texts = TokenTexts(decode_bytes)
     assert texts.of(range(6)) == ["é", "", "✓", "", "", "a"]
@@ -148,8 +150,8 @@ def test_numbers_that_json_lacks_are_none():
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_starting_again_forgets_the_update_before(count):
-    log = make_log(count)
-    log.start(make_groups())
-    log.finish([])
-    log.start(make_groups())
-    assert log.take() == []
+    episode_log = make_log(count)
+    episode_log.start(make_groups())
+    episode_log.finish([])
+    episode_log.start(make_groups())
+    assert episode_log.take() == []

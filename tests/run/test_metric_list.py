@@ -15,8 +15,8 @@ FAMILIES = ("success/", "eval/success_")
 """Prefixes of names that end in a kind of task."""
 
 
-def undeclared(names):
-    return {name for name in names if name not in NAMES and not name.startswith(FAMILIES)}
+def undeclared(metric_names):
+    return {name for name in metric_names if name not in NAMES and not name.startswith(FAMILIES)}
 
 
 def test_names_are_unique():

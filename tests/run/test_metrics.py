@@ -19,38 +19,40 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def fill(log: MetricsLog, steps: range) -> None:
+def fill(metrics_log: MetricsLog, steps: range) -> None:
     for step in steps:
-        log.episodes(step, [{"task": "a", "won": True}, {"task": "b", "won": False}])
-        log.log(step, {"reward/mean": step / 3, "success/all": 0.1 + 0.2, "eval/success": 0.3})
-        log.sample(step, {"prompt": f"game {step}", "turns": [{"logp": [-0.5, math.nan]}]})
+        metrics_log.episodes(step, [{"task": "a", "won": True}, {"task": "b", "won": False}])
+        metrics_log.log(
+            step, {"reward/mean": step / 3, "success/all": 0.1 + 0.2, "eval/success": 0.3}
+        )
+        metrics_log.sample(step, {"prompt": f"game {step}", "turns": [{"logp": [-0.5, math.nan]}]})
 
 
 def test_values_become_plain_json_and_reach_the_disk(tmp_path, monkeypatch):
     synced = []
-    with open_log(tmp_path / "run") as log:
+    with open_log(tmp_path / "run") as metrics_log:
         scalars = {
             "c": np.float32(0.5),
             "d": torch.tensor(float("inf")),
             "e": torch.tensor(3),
             "f": np.float64("nan"),
         }
-        log.log(1, {"a": math.nan, "b": -math.inf, **scalars, "g": 2})
-        log.sample(1, {"text": "λ \ud800 \u2028 x", "nested": {"values": (1.0, math.inf)}})
+        metrics_log.log(1, {"a": math.nan, "b": -math.inf, **scalars, "g": 2})
+        metrics_log.sample(1, {"text": "λ \ud800 \u2028 x", "nested": {"values": (1.0, math.inf)}})
         record = {"step": 1, "a": None, "b": None, "c": 0.5, "d": None, "e": 3, "f": None, "g": 2}
         # Before it is closed.
         assert lines(tmp_path / "run" / "metrics.jsonl") == [record]
-        assert log.history == [record]
+        assert metrics_log.history == [record]
         fsync = os.fsync
         files = Path("/proc/self/fd")
         monkeypatch.setattr(
             os, "fsync", lambda fd: synced.append((files / str(fd)).readlink().name) or fsync(fd)
         )
-        log.sync()
+        metrics_log.sync()
     assert sorted(synced) == NAMES
-    raw = (tmp_path / "run" / "samples.jsonl").read_bytes()
-    assert raw.count(b"\n") == 1
-    assert json.loads(raw) == {
+    content = (tmp_path / "run" / "samples.jsonl").read_bytes()
+    assert content.count(b"\n") == 1
+    assert json.loads(content) == {
         "step": 1,
         "text": "λ \ud800 \u2028 x",
         "nested": {"values": [1.0, None]},
@@ -59,16 +61,16 @@ def test_values_become_plain_json_and_reach_the_disk(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("torn", [b"", b'{"step": 8, "rew', b"\xff\xfe\n"])
 def test_a_resumed_run_ends_with_the_files_of_an_uninterrupted_one(tmp_path, torn):
-    with open_log(tmp_path / "whole") as log:
-        fill(log, range(1, 11))
-    with open_log(tmp_path / "cut") as log:
-        fill(log, range(1, 8))
+    with open_log(tmp_path / "whole") as metrics_log:
+        fill(metrics_log, range(1, 11))
+    with open_log(tmp_path / "cut") as metrics_log:
+        fill(metrics_log, range(1, 8))
     for name in NAMES:
         with (tmp_path / "cut" / name).open("ab") as file:
             file.write(torn)
-    with open_log(tmp_path / "cut", resume_step=5) as log:
-        assert [record["step"] for record in log.history] == [1, 2, 3, 4, 5]
-        fill(log, range(6, 11))
+    with open_log(tmp_path / "cut", resume_step=5) as metrics_log:
+        assert [record["step"] for record in metrics_log.history] == [1, 2, 3, 4, 5]
+        fill(metrics_log, range(6, 11))
     assert all(
         (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
         for name in NAMES
@@ -77,9 +79,9 @@ def test_a_resumed_run_ends_with_the_files_of_an_uninterrupted_one(tmp_path, tor
 
 
 def test_an_evaluation_that_a_stop_left_out_is_added_to_its_line(tmp_path):
-    with open_log(tmp_path) as log:
-        log.log(0, {"eval/success": 0.1})
-        log.log(
+    with open_log(tmp_path) as metrics_log:
+        metrics_log.log(0, {"eval/success": 0.1})
+        metrics_log.log(
             1,
             {
                 "reward/mean": 0.5,
@@ -87,17 +89,17 @@ def test_an_evaluation_that_a_stop_left_out_is_added_to_its_line(tmp_path):
                 "eval/failure": "OSError: the server is gone",
             },
         )
-        log.sample(0, {"prompt": "a"})
+        metrics_log.sample(0, {"prompt": "a"})
         # A kill came between the episodes and the line of an evaluation.
-        log.sample(1, {"prompt": "b"})
-    with open_log(tmp_path, resume_step=1) as log:
-        assert log.evaluated(0)
-        assert not log.evaluated(1)
-        assert not log.evaluated(2)
-        log.sample(1, {"prompt": "b"})
-        log.log(1, {"eval/success": 0.2})
-        assert log.evaluated(1)
-        log.log(2, {"reward/mean": 0.6})
+        metrics_log.sample(1, {"prompt": "b"})
+    with open_log(tmp_path, resume_step=1) as metrics_log:
+        assert metrics_log.evaluated(0)
+        assert not metrics_log.evaluated(1)
+        assert not metrics_log.evaluated(2)
+        metrics_log.sample(1, {"prompt": "b"})
+        metrics_log.log(1, {"eval/success": 0.2})
+        assert metrics_log.evaluated(1)
+        metrics_log.log(2, {"reward/mean": 0.6})
     expected = [
         {"step": 0, "eval/success": 0.1},
         {"step": 1, "reward/mean": 0.5, "eval/success": 0.2},
@@ -112,8 +114,8 @@ def test_a_new_run_does_not_write_over_another(tmp_path):
     with pytest.raises(UserError, match=r"--resume auto.*--run\.name"):
         open_log(tmp_path)
     assert metrics.read_text() == '{"step": 1}\n'
-    with open_log(tmp_path, resume_step=-1) as log:
-        assert log.history == []
+    with open_log(tmp_path, resume_step=-1) as metrics_log:
+        assert metrics_log.history == []
     assert metrics.read_bytes() == b""
     with pytest.raises(UserError, match=r"metrics.jsonl/run: Not a directory"):
         open_log(metrics / "run")
@@ -122,8 +124,11 @@ def test_a_new_run_does_not_write_over_another(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_is_one_line(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    full = pytest.raises(
+    fails_in_one_line = pytest.raises(
         UserError, match=r"metrics\.jsonl: No space left on device: free some space"
     )
-    with open_log(tmp_path) as log, full:  # nothing is left in a buffer that would fail again
-        log.log(1, {"reward/mean": 0.5})
+    with (
+        open_log(tmp_path) as metrics_log,
+        fails_in_one_line,
+    ):  # nothing is left in a buffer that would fail again
+        metrics_log.log(1, {"reward/mean": 0.5})

@@ -36,7 +36,7 @@ LOOK = {**HOUSE, "label": "look", "kinds": ["look", "clean"], "max_turns": 3, "r
 
 
 def configure(*entries, **sections):
-    tree = {
+    defaults = {
         "model": {"path": "-"},
         "envs": list(entries or (PICK, LOOK)),
         "rollout": {
@@ -47,7 +47,7 @@ def configure(*entries, **sections):
         },
         "eval": {"games": 3, "temperature": 1.0},
     }
-    return Config.model_validate({**tree, **sections})
+    return Config.model_validate({**defaults, **sections})
 
 
 def labels_of(tasks):
@@ -63,36 +63,39 @@ def ids_of(tasks):
 
 def test_what_rounding_takes_from_an_environment_it_gets_later():
     shares = TaskShares({"a": 0.5, "b": 0.5})
-    counts = [{label: len(own) for label, own in shares.tasks(i, 3).items()} for i in range(4)]
+    counts = [
+        {label: len(task_numbers) for label, task_numbers in shares.tasks(step, 3).items()}
+        for step in range(4)
+    ]
     assert counts == [{"a": 2, "b": 1}, {"a": 1, "b": 2}] * 2
 
     shares = TaskShares({"a": 6, "b": 3, "c": 1})
-    given = {"a": 0, "b": 0, "c": 0}
+    next_number = {"a": 0, "b": 0, "c": 0}
     for step in range(50):
         for label, numbers in shares.tasks(step, 7).items():
-            assert numbers.start == given[label]  # none is left out, none is played twice
-            given[label] = numbers.stop
-        exact = {"a": 0.6, "b": 0.3, "c": 0.1}
-        for label, share in exact.items():
-            assert abs(given[label] - share * 7 * (step + 1)) < 1
-    assert sum(given.values()) == 350
+            assert numbers.start == next_number[label]  # none is left out, none is played twice
+            next_number[label] = numbers.stop
+        exact_shares = {"a": 0.6, "b": 0.3, "c": 0.1}
+        for label, share in exact_shares.items():
+            assert abs(next_number[label] - share * 7 * (step + 1)) < 1
+    assert sum(next_number.values()) == 350
     assert TaskShares({"a": 6, "b": 3, "c": 1}).tasks(49, 7) == shares.tasks(49, 7)
 
 
 def test_a_saved_position_goes_on_with_the_same_tasks():
-    def chosen(start, state=None):
+    def chosen(first_step, saved_state=None):
         shares = TaskShares({"a": 1, "b": 1})
-        if state is not None:
-            shares.load_state(state, start, 5)
-        plan = []
-        for step in range(start, 8):
+        if saved_state is not None:
+            shares.load_state(saved_state, first_step, 5)
+        planned = []
+        for step in range(first_step, 8):
             shares.choose(step, {"a": 1 + step, "b": 0.3})
-            plan.append(shares.tasks(step, 5))
-        return plan, shares
+            planned.append(shares.tasks(step, 5))
+        return planned, shares
 
-    plan, shares = chosen(0)
-    state = json.loads(json.dumps(shares.state(4, 5)))
-    assert chosen(4, state)[0] == plan[4:]
+    planned, shares = chosen(0)
+    saved_state = json.loads(json.dumps(shares.state(4, 5)))
+    assert chosen(4, saved_state)[0] == planned[4:]
 
 
 # --- the configuration
@@ -174,15 +177,15 @@ def test_the_command_line_changes_a_key_of_one_entry():
 
 
 def test_an_entry_has_an_agent_and_rewards_of_its_own(tmp_path):
-    pick = {**PICK, "agent": {"type": "react"}, "rewards": [{"type": "env", "weight": 2.0}]}
-    config = configure(pick, LOOK)
+    pick_entry = {**PICK, "agent": {"type": "react"}, "rewards": [{"type": "env", "weight": 2.0}]}
+    config = configure(pick_entry, LOOK)
     assert {label: agent.type for label, agent in config.own_agents.items()} == {"pick": "react"}
     assert config.reward_types("pick") == config.reward_types("look") == ["env"]
 
     (tmp_path / "config.toml").write_text(dump(config))
-    again = load(tmp_path / "config.toml")
-    assert as_tree(again) == as_tree(config)
-    assert again.envs == config.envs
+    reloaded = load(tmp_path / "config.toml")
+    assert as_tree(reloaded) == as_tree(config)
+    assert reloaded.envs == config.envs
     assert 'agent.type = "react"' in explain(config)
     overrides = {
         "envs.pick.agent.type": "reflexion",
@@ -190,7 +193,7 @@ def test_an_entry_has_an_agent_and_rewards_of_its_own(tmp_path):
         "envs.pick.rewards.env.weight": "0.5",
         "envs.look.agent.type": "react",
     }
-    changed = load(again, overrides)
+    changed = load(reloaded, overrides)
     assert changed.own_agents["pick"].trials == 5
     assert changes(tmp_path, config) == []
     assert [line for line in changes(tmp_path, changed) if "memory" not in line] == [
@@ -204,22 +207,22 @@ def test_an_entry_has_an_agent_and_rewards_of_its_own(tmp_path):
     assert (single.agent.type, single.rewards[0].weight) == ("react", 2.0)
     assert load_played(tmp_path / "config.toml", {"env.name": "look"}).agent.type == "plain"
 
-    quiz = {"name": "search", "label": "quiz", "agent": {"type": "search-r1"}}
-    find_own_agents(configure(quiz, PICK))
+    quiz_entry = {"name": "search", "label": "quiz", "agent": {"type": "search-r1"}}
+    find_own_agents(configure(quiz_entry, PICK))
     with pytest.raises(UserError, match=r"envs\.pick\.agent\.type = 'search-r1' answers questions"):
-        find_own_agents(configure(quiz, {**PICK, "agent": {"type": "search-r1"}}))
+        find_own_agents(configure(quiz_entry, {**PICK, "agent": {"type": "search-r1"}}))
     with pytest.raises(
         UserError, match=r"^agent\.type = 'search-r1' .* not 'alfworld' \(envs\.pick"
     ):
-        find_agent(configure(quiz, PICK, agent={"type": "search-r1"}))
+        find_agent(configure(quiz_entry, PICK, agent={"type": "search-r1"}))
 
 
 def test_a_recipe_with_several_is_written_and_read_again(tmp_path):
     config = configure()
     (tmp_path / "config.toml").write_text(dump(config))
-    again = load(tmp_path / "config.toml")
-    assert as_tree(again) == as_tree(config)
-    assert again.environments == config.environments
+    reloaded = load(tmp_path / "config.toml")
+    assert as_tree(reloaded) == as_tree(config)
+    assert reloaded.environments == config.environments
     assert changes(tmp_path, config) == []
     changed = load(config, {"envs.pick.share": 2.0})
     assert changes(tmp_path, changed) == ["changed: envs.pick.share 1.0 -> 2.0"]
@@ -245,24 +248,24 @@ def test_a_recipe_with_several_replaces_the_environment_of_its_base(tmp_path):
 
 def test_each_environment_plays_the_tasks_it_would_play_alone():
     several = make_factory(configure({**PICK, "share": 2}, LOOK))
-    alone = make_factory(
+    pick_alone = make_factory(
         configure().model_copy(update={"envs": [], "env": several.parts["pick"].config})
     )
     tasks = [task for step in range(3) for task in train_tasks(several, step, 3, 7)]
     assert labels_of(tasks) == ["pick", "look", "pick"] * 3
-    own = [task.own for task in tasks if task.env == "pick"]
-    assert ids_of(own) == ids_of(train_tasks(alone, 0, 6, 7))
-    assert {(task.kind, task.env) for task in own} == {("pick", "")}
+    pick_tasks = [task.own for task in tasks if task.env == "pick"]
+    assert ids_of(pick_tasks) == ids_of(train_tasks(pick_alone, 0, 6, 7))
+    assert {(task.kind, task.env) for task in pick_tasks} == {("pick", "")}
     assert all(task.id.startswith(f"{task.env}/") for task in tasks)
 
     held_out = eval_tasks(several, "", 4, 9)
     assert labels_of(held_out) == ["pick", "look"] * 4
-    own = [task.own for task in held_out[::2]]
-    assert ids_of(own) == ids_of(eval_tasks(alone, "valid_unseen", 4, 9))
+    pick_tasks = [task.own for task in held_out[::2]]
+    assert ids_of(pick_tasks) == ids_of(eval_tasks(pick_alone, "valid_unseen", 4, 9))
 
     further = further_tasks(several, 0, 40, 7)
-    parts = further_tasks(several, 0, 20, 7) + further_tasks(several, 20, 20, 7)
-    assert ids_of(further) == ids_of(parts)
+    in_two_parts = further_tasks(several, 0, 20, 7) + further_tasks(several, 20, 20, 7)
+    assert ids_of(further) == ids_of(in_two_parts)
     assert {*labels_of(further)} == {"pick", "look"}
     assert not {task.id for task in further} & {task.id for task in tasks}
 
@@ -293,14 +296,20 @@ def test_groups_keep_to_their_environment_and_its_limits(model):
     assert sorted(labels_of(group.task for group in groups)) == ["look"] * 3 + ["pick"] * 3
     for group in groups:
         assert {trajectory.task for trajectory in group.trajectories} == {group.task}
-        limit = {"pick": 5, "look": 3}[group.task.env]
-        assert max(len(trajectory.turns) for trajectory in group.trajectories) <= limit
+        max_turns = {"pick": 5, "look": 3}[group.task.env]
+        assert max(len(trajectory.turns) for trajectory in group.trajectories) <= max_turns
 
     metrics = success_metrics(groups)
     for label in ("pick", "look"):
-        own = [t for g in groups if g.task.env == label for t in g.trajectories]
-        assert metrics[f"success_{label}"] == sum(t.won for t in own) / len(own)
-        assert metrics[f"return_{label}"] == sum(t.episode_return for t in own) / len(own)
+        episodes = [
+            episode for group in groups if group.task.env == label for episode in group.trajectories
+        ]
+        assert metrics[f"success_{label}"] == sum(episode.won for episode in episodes) / len(
+            episodes
+        )
+        assert metrics[f"return_{label}"] == sum(
+            episode.episode_return for episode in episodes
+        ) / len(episodes)
     assert metrics["success_pick/pick"] == metrics["success_pick"]
 
 
@@ -356,12 +365,15 @@ class Twice:
         self.playing -= 1
 
 
-def calls(trajectory, *, each: float = 0.5) -> float:
-    return each * len(trajectory.turns)
+def calls(trajectory, *, per_call: float = 0.5) -> float:
+    return per_call * len(trajectory.turns)
 
 
 def test_each_environment_is_played_by_its_agent_and_gets_its_rewards(model):
-    own_rewards = [{"type": "env"}, {"type": plugins.give(calls), "label": "calls", "each": 2.0}]
+    own_rewards = [
+        {"type": "env"},
+        {"type": plugins.give(calls), "label": "calls", "per_call": 2.0},
+    ]
     config = configure(
         {**PICK, "agent": {"type": plugins.give(Twice)}},
         {**LOOK, "rewards": own_rewards},
@@ -385,14 +397,14 @@ def test_each_environment_is_played_by_its_agent_and_gets_its_rewards(model):
                 assert trajectory.rewards == {}
             else:
                 assert "what?" not in {turn.prompt for turn in trajectory.turns}
-                won = 4.0 * trajectory.won
-                assert trajectory.rewards == {"look/env": won, "look/calls": 2.0 * turns}
-                assert trajectory.episode_return == won + 2.0 * turns
+                env_reward = 4.0 * trajectory.won
+                assert trajectory.rewards == {"look/env": env_reward, "look/calls": 2.0 * turns}
+                assert trajectory.episode_return == env_reward + 2.0 * turns
     metrics = success_metrics(groups)
-    means = {key: value for key, value in metrics.items() if key.startswith("rewards_")}
-    assert means.keys() == {"rewards_look/env", "rewards_look/calls"}
+    reward_means = {key: value for key, value in metrics.items() if key.startswith("rewards_")}
+    assert reward_means.keys() == {"rewards_look/env", "rewards_look/calls"}
     for ranks_groups in on_all(make_ranks(2), play):
-        assert {key: success_metrics(ranks_groups)[key] for key in means} == means
+        assert {key: success_metrics(ranks_groups)[key] for key in reward_means} == reward_means
 
 
 def test_ranks_play_the_groups_of_one(model):
@@ -407,8 +419,8 @@ def test_ranks_play_the_groups_of_one(model):
             for group in groups
         ]
 
-    alone = results()
-    assert on_all(make_ranks(2), results) == [alone, alone]
+    on_one_rank = results()
+    assert on_all(make_ranks(2), results) == [on_one_rank, on_one_rank]
 
 
 def test_the_adaptive_weight_uses_the_reward_max_of_each_environment():
@@ -460,30 +472,30 @@ def test_a_run_with_a_curriculum_resumes_bit_for_bit(start, tmp_path, monkeypatc
                 "envs.look.rewards": [{"type": "env"}, {"type": calls, "label": "calls"}],
             },
         )
-        run = paw.train(config, resume=resume).parent
+        run_folder = paw.train(config, resume=resume).parent
         lines = []
-        for line in read_jsonl(run / "metrics.jsonl"):
+        for line in read_jsonl(run_folder / "metrics.jsonl"):
             lines.append({k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))})
-        return run, lines
+        return run_folder, lines
 
-    run, lines = train("whole", 4)
+    run_folder, lines = train("whole", 4)
     monkeypatch.setattr(sys.modules[__name__], "fails_after", {2})
     with pytest.raises(UserError, match=r"rollout\.curriculum = .*KeyError"):
         train("parts", 4)
     fails_after.clear()
-    parts, resumed_lines = train("parts", 4, resume="auto")
+    resumed_run, resumed_lines = train("parts", 4, resume="auto")
     assert resumed_lines == lines
     weights = "hf/model.safetensors"
-    assert (parts / weights).read_bytes() == (run / weights).read_bytes()
+    assert (resumed_run / weights).read_bytes() == (run_folder / weights).read_bytes()
 
     played = [(line["groups/pick"], line["groups/look"]) for line in lines[1:]]
     assert played == [(2, 1), (2, 1), (1, 2), (1, 2)]  # shares 1:1, then 2:1, 1:1 and 2:3
     assert all("rewards/look/calls" in line for line in lines[1:])
     for line in (lines[0], lines[2], lines[4]):
         assert line["eval/games"] == 4
-        wins = 2 * line["eval/success_pick"] + 2 * line["eval/success_look"]
-        assert wins == 4 * line["eval/success"]
-    results = paw.evaluate(run, changes={"eval.games": 2})
+        games_won = 2 * line["eval/success_pick"] + 2 * line["eval/success_look"]
+        assert games_won == 4 * line["eval/success"]
+    results = paw.evaluate(run_folder, changes={"eval.games": 2})
     assert {"pick", "look"} <= {*results["kinds"]}
 
 
@@ -499,9 +511,9 @@ def test_a_run_with_a_curriculum_resumes_bit_for_bit(start, tmp_path, monkeypatc
     ],
 )
 def test_a_curriculum_that_returns_no_shares_is_named(returned, message):
-    name = plugins.give(lambda step, success: returned)
+    curriculum = plugins.give(lambda step, success: returned)
     with pytest.raises(UserError) as error:
-        Curriculum(name, ["pick", "look"]).shares(1)
+        Curriculum(curriculum, ["pick", "look"]).shares(1)
     assert message in str(error.value)
 
 

@@ -47,9 +47,9 @@ def play(package, folder):
 
 def child(package, folder, **variables):
     """`play` in a process of its own: these keep threads, processes and settings."""
-    words = [sys.executable, __file__, package, str(folder)]
+    command = [sys.executable, __file__, package, str(folder)]
     result = subprocess.run(
-        words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
+        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
 
@@ -62,21 +62,21 @@ def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     client = MlflowClient((tmp_path / "run" / "mlruns").as_uri())
-    (run,) = client.search_runs([client.get_experiment_by_name("households").experiment_id])
-    assert run.info.run_name == "mine"
-    assert run.info.status == "FINISHED"
-    assert run.data.tags["toy"] == "true"
-    assert run.data.tags["cpu"] == "true"
-    assert run.data.params["tracking.project"] == "households"
-    assert run.data.params["optim.lr"] == "1e-06"
-    assert sorted(run.data.metrics) == ["reward/mean"]
+    (mlflow_run,) = client.search_runs([client.get_experiment_by_name("households").experiment_id])
+    assert mlflow_run.info.run_name == "mine"
+    assert mlflow_run.info.status == "FINISHED"
+    assert mlflow_run.data.tags["toy"] == "true"
+    assert mlflow_run.data.tags["cpu"] == "true"
+    assert mlflow_run.data.params["tracking.project"] == "households"
+    assert mlflow_run.data.params["optim.lr"] == "1e-06"
+    assert sorted(mlflow_run.data.metrics) == ["reward/mean"]
     assert [
         (measurement.step, measurement.value)
-        for measurement in client.get_metric_history(run.info.run_id, "reward/mean")
+        for measurement in client.get_metric_history(mlflow_run.info.run_id, "reward/mean")
     ] == EXPECTED
-    client.delete_run(run.info.run_id)
+    client.delete_run(mlflow_run.info.run_id)
     play("mlflow", tmp_path / "run")  # which is no reason to fail
-    assert len(client.search_runs([run.info.experiment_id])) == 1
+    assert len(client.search_runs([mlflow_run.info.experiment_id])) == 1
 
 
 @pytest.mark.slow
@@ -87,11 +87,11 @@ def test_trackio_goes_on_with_its_run(tmp_path):
         rows = database.execute(
             "select run_name, step, metrics from metrics order by step"
         ).fetchall()
-        runs = database.execute("select count(distinct run_id) from metrics").fetchone()
+        run_count = database.execute("select count(distinct run_id) from metrics").fetchone()
         (config,) = database.execute("select config from configs").fetchone()
     assert [(step, json.loads(metrics)["reward/mean"]) for _, step, metrics in rows] == EXPECTED
     assert {name for name, _, _ in rows} == {"mine"}
-    assert runs == (1,)
+    assert run_count == (1,)
     assert json.loads(config)["tracking"]["tags"] == ["toy", "cpu"]
 
 
@@ -127,22 +127,22 @@ def wandb_records(file):
     """Of an offline run: LevelDB's log format, blocks of 32 KiB, after a head of 7 bytes."""
     from wandb.proto import wandb_internal_pb2 as proto
 
-    data = file.read_bytes()
+    content = file.read_bytes()
     offset = 7
-    parts = []
+    fragments = []
     records = []
-    while offset + 7 <= len(data):
+    while offset + 7 <= len(content):
         if 0x8000 - offset % 0x8000 < 7:
             offset += 0x8000 - offset % 0x8000
             continue
-        length, kind = struct.unpack("<HB", data[offset + 4 : offset + 7])
-        parts.append(data[offset + 7 : offset + 7 + length])
+        length, fragment_kind = struct.unpack("<HB", content[offset + 4 : offset + 7])
+        fragments.append(content[offset + 7 : offset + 7 + length])
         offset += 7 + length
-        if kind in (1, 4):  # whole, or its last part
+        if fragment_kind in (1, 4):  # whole, or its last part
             record = proto.Record()
-            record.ParseFromString(b"".join(parts))
+            record.ParseFromString(b"".join(fragments))
             records.append(record)
-            parts = []
+            fragments = []
     return records
 
 
@@ -154,8 +154,10 @@ def test_tensorboard_has_the_names_in_its_text(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["reward/mean"]  # not what is no number
-    (about,) = {event.tensor_proto.string_val[0] for event in events.Tensors("run/text_summary")}
-    assert about == b"project: households\n\nname: mine\n\ntags: toy, cpu"
+    (description,) = {
+        event.tensor_proto.string_val[0] for event in events.Tensors("run/text_summary")
+    }
+    assert description == b"project: households\n\nname: mine\n\ntags: toy, cpu"
     assert [(scalar.step, scalar.value) for scalar in events.Scalars("reward/mean")] == [
         (1, 1.0), (2, 12.0), (3, 13.0), (4, 14.0)
     ]  # fmt: skip

@@ -45,9 +45,9 @@ LOCK = threading.Lock()
 
 def log(*words: object) -> None:
     """Log a line in a single write."""
-    file = os.open(os.environ["AHEAD_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(file, f"{' '.join(map(str, words))}\n".encode())
-    os.close(file)
+    descriptor = os.open(os.environ["AHEAD_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(descriptor, f"{' '.join(map(str, words))}\n".encode())
+    os.close(descriptor)
 
 
 def logged(kind: str) -> list[str]:

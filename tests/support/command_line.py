@@ -6,7 +6,7 @@ from typing import Any
 
 def as_words(settings: Mapping[str, Any]) -> list[str]:
     """`{"a.b": 1}` becomes `--a.b 1`."""
-    words = []
+    arguments = []
     for key, value in settings.items():
-        words += [f"--{key}", str(value)]
-    return words
+        arguments += [f"--{key}", str(value)]
+    return arguments

@@ -57,15 +57,15 @@ DEEDS: dict[str, Callable[[], object]] = {
 }
 
 
-def do_the_deed(named: str) -> None:
+def do_the_deed(deed_file: str) -> None:
     """Do the deed, or the one that a file names, if this is the first episode to get here."""
-    if named in DEEDS:
+    if deed_file in DEEDS:
         with suppress(FileExistsError), Path(os.environ["DEADLY_ONCE"]).open("x"):
-            DEEDS[named]()
+            DEEDS[deed_file]()
         return
     with suppress(FileNotFoundError):
-        taken = Path(named).rename(f"{named} of {os.getpid()}")
-        DEEDS[taken.read_text()]()
+        claimed_file = Path(deed_file).rename(f"{deed_file} of {os.getpid()}")
+        DEEDS[claimed_file.read_text()]()
 
 
 class Counter:

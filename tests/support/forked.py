@@ -138,38 +138,44 @@ def run_ranks(
     """Run `paw` in a rank for each command, in its folder, as torchrun would. Returns (exit code,
     standard error) of each."""
     shared = torchrun_variables(len(commands), on_host)
-    with ExitStack() as stack:
-        nowhere = stack.enter_context(Path(os.devnull).open("w"))
-        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
+    with ExitStack() as open_files:
+        nowhere = open_files.enter_context(Path(os.devnull).open("w"))
+        errors = [open_files.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
         ranks = []
-        for rank, (words, folder, error) in enumerate(zip(commands, folders, errors, strict=True)):
+        for number, (words, folder, error_file) in enumerate(
+            zip(commands, folders, errors, strict=True)
+        ):
             variables = shared | {
-                "RANK": rank,
-                "LOCAL_RANK": rank % on_host,
+                "RANK": number,
+                "LOCAL_RANK": number % on_host,
                 "OMP_NUM_THREADS": 1,
             }
             if homes:
-                variables["HOME"] = homes[rank]
+                variables["HOME"] = homes[number]
             env = os.environ | {name: str(value) for name, value in variables.items()}
             ranks.append(
-                Child(words, env=env, cwd=str(folder), out=nowhere.fileno(), err=error.fileno())
+                Child(
+                    words, env=env, cwd=str(folder), out=nowhere.fileno(), err=error_file.fileno()
+                )
             )
-            stack.callback(ranks[-1].kill)
-        codes = [rank.wait(200) for rank in ranks]
-        for error in errors:
-            error.seek(0)
-        return [(code, error.read()) for code, error in zip(codes, errors, strict=True)]
+            open_files.callback(ranks[-1].kill)
+        exit_codes = [rank.wait(200) for rank in ranks]
+        for error_file in errors:
+            error_file.seek(0)
+        return [
+            (code, error_file.read()) for code, error_file in zip(exit_codes, errors, strict=True)
+        ]
 
 
 def torchrun_variables(count: int, on_host: int) -> dict[str, Any]:
     """The variables that torchrun sets for all of `count` ranks. They meet at a free local port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+        rendezvous_port = server.getsockname()[1]
     return {
         "WORLD_SIZE": count,
         "LOCAL_WORLD_SIZE": on_host,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": rendezvous_port,
     }
 
 

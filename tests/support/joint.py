@@ -100,7 +100,7 @@ class Objective:
 
 
 def make_lm(family="qwen2-tied", *, seed=0, **settings):
-    config_class, model_class, tied = FAMILIES[family]
+    config_class, model_class, ties_embeddings = FAMILIES[family]
     defaults = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -111,7 +111,7 @@ def make_lm(family="qwen2-tied", *, seed=0, **settings):
         "head_dim": 8,
         "max_position_embeddings": 128,
         "initializer_range": 0.2,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": ties_embeddings,
     }
     torch.manual_seed(seed)
     return model_class(config_class(**(defaults | settings)))
@@ -120,18 +120,18 @@ def make_lm(family="qwen2-tied", *, seed=0, **settings):
 def make_row(rng, group=0, trajectory=0, step=0, **values):
     """Rows of different lengths. About one in six has no target."""
 
-    def ids(n):
-        return [rng.randrange(VOCAB) for _ in range(n)]
+    def ids(length):
+        return [rng.randrange(VOCAB) for _ in range(length)]
 
-    n = rng.randint(1, 6)
-    m = 0 if rng.random() < 1 / 6 else rng.randint(1, 9)
+    response_length = rng.randint(1, 6)
+    target_length = 0 if rng.random() < 1 / 6 else rng.randint(1, 9)
     episode_return = float(rng.choice([0, 10]))
     row = dict(
         prompt_ids=ids(rng.randint(1, 12)),
-        response_ids=ids(n),
-        separator_ids=ids(2) if m else [],
-        observation_ids=ids(m),
-        sampled_logp=[-1.0] * n,
+        response_ids=ids(response_length),
+        separator_ids=ids(2) if target_length else [],
+        observation_ids=ids(target_length),
+        sampled_logp=[-1.0] * response_length,
         score=episode_return,
         episode_return=episode_return,
         advantage=rng.choice([0.0, rng.gauss(0, 1), rng.gauss(0, 1)]),
@@ -174,12 +174,12 @@ def fill(policy, samples, *, n_groups, alpha):
 
 def gradients(policy, loss=None):
     """The parameters' gradients as one float64 vector, zeros for missing ones. Clears them."""
-    parts = []
+    gradient_list = []
     for parameter in policy.parameters():
         has_gradient = parameter.grad is not None
-        parts.append(parameter.grad if has_gradient else torch.zeros_like(parameter))
+        gradient_list.append(parameter.grad if has_gradient else torch.zeros_like(parameter))
     policy.zero_grad(set_to_none=True)
-    return torch.cat([part.double().flatten() for part in parts])
+    return torch.cat([gradient.double().flatten() for gradient in gradient_list])
 
 
 def packed(policy, minibatch, objective, *, update_samples, **options):
@@ -197,8 +197,8 @@ def packed_in_ranks(policy, minibatch, objective, count, *, update_samples, **op
         ranks, lambda rank: batches_of(policy, minibatches[rank.rank], ranks=rank, **options)
     )
     results = []
-    for own_batches, rows in zip(batches, minibatches, strict=True):
-        results.append(learned(policy, own_batches, rows, objective, update_samples))
+    for own_batches, own_rows in zip(batches, minibatches, strict=True):
+        results.append(learned(policy, own_batches, own_rows, objective, update_samples))
     return results
 
 
@@ -230,14 +230,14 @@ def batches_of(
 
 def learned(policy, batches, minibatch, objective, update_samples):
     """(loss, gradient) of micro-batches."""
-    total = 0.0
+    loss_sum = 0.0
     for batch in batches:
-        out, _ = objective.forward(policy, batch, minibatch, update_samples)
-        out.loss.backward()
+        output, _ = objective.forward(policy, batch, minibatch, update_samples)
+        output.loss.backward()
         # Terms of both signs nearly cancel, so they are summed in float64.
-        total += out.token_loss.double().sum().item()
-        assert out.loss.item() == pytest.approx(out.token_loss.sum().item())
-    return total, gradients(policy)
+        loss_sum += output.token_loss.double().sum().item()
+        assert output.loss.item() == pytest.approx(output.token_loss.sum().item())
+    return loss_sum, gradients(policy)
 
 
 def token_logps(lm, row, *, temperature=1.0):
@@ -250,78 +250,88 @@ def dense(policy, minibatch, objective: Objective, *, update_samples):
     """(loss, gradient, numbers of masked and live observation tokens), full logits in float64."""
     lm = copy.deepcopy(policy.lm).double()
     part_size = objective.verl_samples if objective.norm == "verl" else len(minibatch)
-    parts = [minibatch[i : i + part_size] for i in range(0, len(minibatch), part_size)]
-    total = torch.zeros((), dtype=torch.float64)
+    row_parts = [minibatch[i : i + part_size] for i in range(0, len(minibatch), part_size)]
+    loss_sum = torch.zeros((), dtype=torch.float64)
     masked = 0
-    live = 0
-    for i, row in enumerate(minibatch):
+    unmasked = 0
+    for index, row in enumerate(minibatch):
         logps = token_logps(lm, row, temperature=objective.temperature)
-        response = len(row.response_ids)
+        response_length = len(row.response_ids)
         if objective.norm == "sample":
-            token_weight = 1 / (response * len(minibatch))
+            token_weight = 1 / (response_length * len(minibatch))
         else:
-            part = parts[i // part_size]
-            token_weight = 1 / (sum(len(member.response_ids) for member in part) * len(parts))
-        total = total + token_weight * response_loss(logps, row, objective)
+            row_part = row_parts[index // part_size]
+            part_tokens = sum(len(member.response_ids) for member in row_part)
+            token_weight = 1 / (part_tokens * len(row_parts))
+        loss_sum = loss_sum + token_weight * response_loss(logps, row, objective)
 
         if not row.wm_weight:
             continue
-        start = len(row.prompt_ids) + response + len(row.separator_ids)
+        start = len(row.prompt_ids) + response_length + len(row.separator_ids)
         scale = objective.wm_scale * update_samples / len(minibatch)
-        for place, token in enumerate(row.observation_ids, start):
-            logp = logps[place - 1, token]
+        for position, token in enumerate(row.observation_ids, start):
+            logp = logps[position - 1, token]
             if objective.wm == "cmae" and logp.exp() > objective.rho:
                 masked += 1
                 continue
-            live += 1
-            term = observation_loss(logp, objective)
-            total = total + scale * row.wm_weight * term / len(row.observation_ids)
-    total.backward()
-    return float(total.detach()), gradients(lm), masked, live
+            unmasked += 1
+            token_loss = observation_loss(logp, objective)
+            loss_sum = loss_sum + scale * row.wm_weight * token_loss / len(row.observation_ids)
+    loss_sum.backward()
+    return float(loss_sum.detach()), gradients(lm), masked, unmasked
 
 
 def response_loss(logps, row, objective):
     """The policy's loss summed over the response's tokens, including KL and entropy."""
     # [response, V]: each row is the distribution of one token.
     logps = logps[len(row.prompt_ids) - 1 :][: len(row.response_ids)]
-    gaps = [logps[t, token] - row.old_logp[t] for t, token in enumerate(row.response_ids)]
-    drift = [old - sampled for old, sampled in zip(row.old_logp, row.sampled_logp, strict=True)]
+    log_ratios = [
+        logps[index, token] - row.old_logp[index] for index, token in enumerate(row.response_ids)
+    ]
+    sampler_log_ratios = [
+        old - sampled for old, sampled in zip(row.old_logp, row.sampled_logp, strict=True)
+    ]
     if objective.ratio_level == "response":
-        drift = [sum(drift) / len(drift)] * len(drift)
+        mean_log_ratio = sum(sampler_log_ratios) / len(sampler_log_ratios)
+        sampler_log_ratios = [mean_log_ratio] * len(sampler_log_ratios)
 
-    total = torch.zeros((), dtype=torch.float64)
-    for t, token in enumerate(row.response_ids):
-        logp = logps[t, token]
-        ratio = (sum(gaps) / len(gaps) if objective.policy == "gspo" else gaps[t]).exp()
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    for index, token in enumerate(row.response_ids):
+        logp = logps[index, token]
+        is_by_response = objective.policy == "gspo"
+        log_ratio = sum(log_ratios) / len(log_ratios) if is_by_response else log_ratios[index]
+        ratio = log_ratio.exp()
         clamped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-        advantage = row.advantage if row.token_advantage is None else row.token_advantage[t]
-        term = torch.maximum(-advantage * ratio, -advantage * clamped)
+        advantage = row.advantage if row.token_advantage is None else row.token_advantage[index]
+        token_loss = torch.maximum(-advantage * ratio, -advantage * clamped)
         if objective.policy == "cispo":
-            term = -advantage * clamped.detach() * logp
+            token_loss = -advantage * clamped.detach() * logp
         if advantage < 0 and objective.policy == "ppo":
-            limit = torch.tensor(-advantage * objective.dual_clip, dtype=torch.float64)
-            term = torch.minimum(term, limit)
+            dual_clip_limit = torch.tensor(-advantage * objective.dual_clip, dtype=torch.float64)
+            token_loss = torch.minimum(token_loss, dual_clip_limit)
 
-        sampler_ratio = math.exp(drift[t])
+        sampler_ratio = math.exp(sampler_log_ratios[index])
         if objective.tis_cap is not None:
-            term = term * min(sampler_ratio, objective.tis_cap)
+            token_loss = token_loss * min(sampler_ratio, objective.tis_cap)
         if objective.ratio_bounds:
-            low, high = objective.ratio_bounds
-            if not low <= sampler_ratio <= high:
-                term = 0.0 * term
+            lowest, highest = objective.ratio_bounds
+            if not lowest <= sampler_ratio <= highest:
+                token_loss = 0.0 * token_loss
         if objective.kl_coef:
-            gap = row.ref_logp[t] - logp
-            term = term + objective.kl_coef * (gap.exp() - gap - 1).clamp(-10, 10)
-        total = total + term + objective.entropy_coef * (logps[t].exp() * logps[t]).sum()
-    return total
+            reference_log_ratio = row.ref_logp[index] - logp
+            kl = (reference_log_ratio.exp() - reference_log_ratio - 1).clamp(-10, 10)
+            token_loss = token_loss + objective.kl_coef * kl
+        negative_entropy = (logps[index].exp() * logps[index]).sum()
+        loss_sum = loss_sum + token_loss + objective.entropy_coef * negative_entropy
+    return loss_sum
 
 
 def observation_loss(logp, objective):
     """The world model's loss of an observation token that is not masked."""
     if objective.wm == "ce":
         return -logp
-    q = objective.q if objective.wm == "gce" else 1
-    return (1 - logp.exp() ** q) / q
+    exponent = objective.q if objective.wm == "gce" else 1
+    return (1 - logp.exp() ** exponent) / exponent
 
 
 def relative(gradient, expected):

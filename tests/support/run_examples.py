@@ -42,6 +42,6 @@ def in_their_folder(patch: pytest.MonkeyPatch, cache: str, folder: Path) -> None
 def run_example(patch: pytest.MonkeyPatch, name: str, settings: Mapping[str, Any]) -> int:
     """Run `python examples/NAME.py --a.b 1 ...` and return the exit code."""
     patch.setattr(sys, "argv", [f"{name}.py", *as_words(settings)])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    return int(ended.value.code or 0)
+    return int(exited.value.code or 0)

@@ -55,22 +55,22 @@ def serve():
                     self.answer(*scripted)
 
         def answer(self, status, body, headers, *, cut=0):
-            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)
-            defaults = {"Content-Type": "application/json", "Content-Length": len(data)}
+            defaults = {"Content-Type": "application/json", "Content-Length": len(encoded)}
             for key, value in (defaults | headers).items():
                 self.send_header(key, str(value))
             self.end_headers()
-            self.wfile.write(data[: len(data) - cut])
+            self.wfile.write(encoded[: len(encoded) - cut])
             self.close_connection = self.close_connection or cut > 0
 
         def log_message(self, *_):
             pass
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    httpd.daemon_threads = True
-    threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
-    state.url = f"http://127.0.0.1:{httpd.server_port}"
+    http_server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http_server.daemon_threads = True
+    threading.Thread(target=http_server.serve_forever, args=(0.01,), daemon=True).start()
+    state.url = f"http://127.0.0.1:{http_server.server_port}"
     yield state
-    httpd.shutdown()
-    httpd.server_close()
+    http_server.shutdown()
+    http_server.server_close()

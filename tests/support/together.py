@@ -25,18 +25,18 @@ class Together(DistributedRanks):
     def gather_flat(self, values):
         return self._meet(values)
 
-    def exchange_flat(self, parts):
-        for rank, part in enumerate(parts):
+    def exchange_flat(self, messages):
+        for rank, message in enumerate(messages):
             if rank != self.rank:
-                self.bytes_sent += part.nbytes
-        return [parts_of_rank[self.rank] for parts_of_rank in self._meet(parts)]
+                self.bytes_sent += message.nbytes
+        return [messages_of_rank[self.rank] for messages_of_rank in self._meet(messages)]
 
-    def _meet(self, item):
-        self.table[self.rank] = item
+    def _meet(self, own_item):
+        self.table[self.rank] = own_item
         self.meeting.wait(60)
-        items = list(self.table)
+        all_items = list(self.table)
         self.meeting.wait(60)
-        return items
+        return all_items
 
 
 def make_ranks(count: int) -> list[Together]:
@@ -45,10 +45,10 @@ def make_ranks(count: int) -> list[Together]:
     return [Together(rank, table, meeting) for rank in range(count)]
 
 
-def on_all(ranks: list[Together], call: Callable[[Together], Any]) -> list[Any]:
+def on_all(ranks: list[Together], function: Callable[[Together], Any]) -> list[Any]:
     """Run `call(rank)` on all ranks at once."""
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(call, ranks))
+    with ThreadPoolExecutor(len(ranks)) as executor:
+        return list(executor.map(function, ranks))
 
 
 def shared(rows, ranks) -> SharedSamples:
@@ -60,8 +60,8 @@ def shared(rows, ranks) -> SharedSamples:
         holder=[row.trajectory % ranks.world_size for row in rows],
     )
     copies = copy.deepcopy(rows)
-    here = {i: copies[i] for i in range(len(rows)) if columns.holder[i] == ranks.rank}
-    samples = SharedSamples(columns, here, ranks.rank)
+    held_rows = {i: copies[i] for i in range(len(rows)) if columns.holder[i] == ranks.rank}
+    samples = SharedSamples(columns, held_rows, ranks.rank)
     share_scalars(samples, ranks, anchors="nothing", share_prefixes=False)
     for name in ("token_weight", "advantage", "entropy", "wm_weight"):
         samples.assign(name, [getattr(row, name) for row in rows])

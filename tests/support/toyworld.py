@@ -29,7 +29,7 @@ def make_factory(**changes):
 
 
 @functools.cache
-def corpus(games=100):
+def corpus(game_count=100):
     """(prompts, actions, observations) of expert play mixed with random actions."""
     factory = make_factory()
     rng = random.Random(0)
@@ -37,17 +37,17 @@ def corpus(games=100):
     prompts = []
     actions = set()
     observations = []
-    for task in warmup_tasks(factory, 0, games, 0):
+    for task in warmup_tasks(factory, 0, game_count, 0):
         environment.reset(task)
-        done = False
-        while not done:
+        is_over = False
+        while not is_over:
             choices = admissible_responses(environment)
             prompts.append(environment.context())
             actions.update(choices)
             action = rng.choice(choices) if rng.random() < 0.3 else environment.oracle()
             outcome = environment.step(action)
             observations.append(outcome.observation)
-            done = outcome.done
+            is_over = outcome.done
     return prompts, actions, observations
 
 
