@@ -24,8 +24,8 @@ from paw.types import Trajectory
 
 
 class Scripted(Model):
-    """Answers from a list, or by a function of (prompt, answer so far); `asked` keeps what it
-    was asked."""
+    """Answers from a list, or with a function of (prompt, answer so far). Collects its requests in
+    `asked`."""
 
     def __init__(self, env, config, answers, asked):
         super().__init__(env, config)
@@ -54,7 +54,7 @@ def configure(agent_type="plain", **sections):
 
 
 def play(config, answers):
-    """(the episode of one evaluation task, what the model was asked)."""
+    """Play one evaluation task. Returns (the episode, the requests to the model)."""
     factory = make_factory(config)
     requests = []
     task = eval_tasks(factory, config.env.eval_split, 1, 0)[0]
@@ -75,7 +75,7 @@ def valid_of(episode):
 
 
 def oracle_actions(config):
-    """The oracle's actions for a task, found by playing it."""
+    """Play a task with the oracle. Returns its actions."""
     factory = make_factory(config)
     actions = []
     is_done = False
@@ -89,40 +89,40 @@ def oracle_actions(config):
 
 
 def test_the_limiter_spaces_requests_and_tokens_evenly(monkeypatch):
-    now = 100.0
+    clock = 100.0
     pauses = []
 
     async def sleep(seconds):
-        nonlocal now
+        nonlocal clock
         pauses.append(seconds)
-        now += seconds
+        clock += seconds
 
     monkeypatch.setattr(endpoint, "sleep", sleep)
-    monkeypatch.setattr(endpoint, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(endpoint, "time", SimpleNamespace(monotonic=lambda: clock))
 
     def admit(limiter_used, *tokens):
         pauses.clear()
-        for count in tokens:
-            asyncio.run(limiter_used.admit(count))
+        for token_count in tokens:
+            asyncio.run(limiter_used.admit(token_count))
         return pauses.copy()
 
     requests = endpoint.Limiter(30, 0)
     assert admit(requests, *[1000] * 4) == [2.0] * 3
-    now += 60
-    # Nobody came for a minute: no wait, and no burst after it.
+    clock += 60
+    # No request for a minute: the next one does not wait, and there is no burst after it.
     assert admit(requests, 1000, 1000) == [2.0]
     limiter = endpoint.Limiter(60, 6000)
     assert admit(limiter, 100, 100, 500, 100) == [1.0, 1.0, 5.0]
-    now += 60
+    clock += 60
     assert admit(limiter, 500, 500) == [5.0]
-    limiter.settle(-200)  # the second took 300
+    limiter.settle(-200)  # the second request took 300 tokens
     assert admit(limiter, 0) == [3.0]
     assert admit(endpoint.Limiter(0, 0), *[10**6] * 100) == []
 
 
 @pytest.mark.slow
 def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
-    """Token for token, with and without --out."""
+    """The tokens are the same with --out and without it."""
     folder = str(tiny_llm(tmp_path / "model"))
     settings = {
         "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 2, "eval.games": 3, "eval.attempts": 2,
@@ -130,12 +130,12 @@ def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
         "model.dtype": "float32",
     }  # fmt: skip
     paw_here("eval", folder, "--env", "alfworld", settings, "--out", tmp_path / "out")
-    lines = [
+    records = [
         json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()
     ]
     responses = {}
-    for line in lines:
-        responses[line["place"]] = [turn["response"] for turn in line["turns"]]
+    for record in records:
+        responses[record["place"]] = [turn["response"] for turn in record["turns"]]
     overrides = {key: str(value).lower() for key, value in settings.items()} | {
         "env.name": "alfworld"
     }
@@ -158,7 +158,7 @@ def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
 
 
 def test_react_wins_when_the_model_plays_the_oracle():
-    """Commands in ALFWorld's old wording are played as the new ones."""
+    """Commands in ALFWorld's old wording are translated to the new one."""
     config = configure("react", env={"max_turns": 30, "kinds": ["pick"]})
     actions = oracle_actions(config)
     old_commands = [re.sub("^move (.+) to ", r"put \1 in/on ", action) for action in actions]
@@ -171,13 +171,14 @@ def test_react_wins_when_the_model_plays_the_oracle():
     assert all(valid_of(episode))
     assert episode.trajectory.won
     assert episode.trajectory.episode_return == 10.0
-    thoughts = episode.trajectory.turns[::2]  # turns like all others, of which nothing comes
+    # Thoughts are turns too, but the environment does not answer them.
+    thoughts = episode.trajectory.turns[::2]
     assert all(turn.outcome.valid and turn.outcome.observation == "" for turn in thoughts)
 
 
 def test_the_react_prompt_literally():
     episode, requests = play(configure("react"), ["think: Where am I?", "look", *["look"] * 30])
-    first_prompt, second_prompt, third_prompt = requests[0][0], requests[1][0], requests[2][0]
+    first_prompt, second_prompt, third_prompt = (prompt for prompt, *_ in requests[:3])
     assert first_prompt.startswith(
         "Interact with a household to solve a task. After each '>' stands a thought, 'think: ...', or an action. Write "
         "what comes after the last '>', in one line. Here are two examples.\nYou are in the middle of a room."
@@ -210,11 +211,11 @@ def test_thoughts_alone_end_too_and_no_action_is_an_invalid_turn():
 
 def test_examples_of_ones_own_are_mapped(tmp_path):
     texts = {}
-    for name in ("put", "examine", "clean", "heat", "cool", "puttwo"):
+    for example_kind in ("put", "examine", "clean", "heat", "cool", "puttwo"):
         for number in range(3):
-            key = f"react_{name}_{number}"
+            example_name = f"react_{example_kind}_{number}"
             play_text = "> put mug 1 in/on desk 2\nYou put the mug 1 in/on the desk 2.\n"
-            texts[key] = f"Episode {key}.\n{play_text}"
+            texts[example_name] = f"Episode {example_name}.\n{play_text}"
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps(texts))
     _, requests = play(
@@ -246,7 +247,7 @@ def test_examples_of_ones_own_are_mapped(tmp_path):
 
 
 def test_the_authors_examples_of_search_and_webshop(tmp_path):
-    """A few lines in the form of prompts_naive.json and of WebShop.ipynb."""
+    """The files have the format of prompts_naive.json and WebShop.ipynb, with fewer lines."""
     path = tmp_path / "prompts_naive.json"
     question = "\nQuestion: Why?\nThought 1: "
     text = "\nQuestion: Who?\nThought 1: Hm.\nAction 1: Search[me]\nObservation 1: You.\nI am.\nThought 2: Ah.\n"
@@ -261,17 +262,17 @@ def test_the_authors_examples_of_search_and_webshop(tmp_path):
 
     path = tmp_path / "WebShop.ipynb"
     text = "Webshop \nInstruction:  \nbuy tea \n[Search]  \n\nAction: search[tea]\nObservation: \n[B1] \n\n"
-    code = (
+    cell_code = (
         f'x = 1\nprompt1 = """{text}Action: think[good]\nObservation: OK.\n\nAction: click[B1]\n"""'
     )
     path.write_text(
         json.dumps(
-            {"cells": [{"source": ["# a\n", "b"]}, {"source": code.splitlines(keepends=True)}]}
+            {"cells": [{"source": ["# a\n", "b"]}, {"source": cell_code.splitlines(keepends=True)}]}
         )
     )
-    env = {"name": "webshop", "products": 20, "eval_split": "test"}
+    webshop_env = {"name": "webshop", "products": 20, "eval_split": "test"}
     _, requests = play(
-        configure("react", agent={"examples": path}, env=env), lambda *_: "click[buy now]"
+        configure("react", agent={"examples": path}, env=webshop_env), lambda *_: "click[buy now]"
     )
     examples = (
         "Instruction: buy tea\n[Search]\n> search[tea]\n[B1]\n> think: good\nOK.\n> click[B1]\n"
@@ -305,9 +306,9 @@ def test_an_example_of_an_expert_begins_with_its_task(name, beginning):
 
 def test_reflexion_plays_again_with_plans():
     config = configure("reflexion", agent={"trials": 5, "memory": 2}, env={"max_turns": 2})
-    plans = iter(["New plan: look less.", "<think>so</think>walk more", "third", "fourth"])
+    written_plans = iter(["New plan: look less.", "<think>so</think>walk more", "third", "fourth"])
     episode, requests = play(
-        config, lambda prompt, _: next(plans) if prompt.endswith("New plan:") else "look"
+        config, lambda prompt, _: next(written_plans) if prompt.endswith("New plan:") else "look"
     )
     assert episode.notes == ["look less.", "walk more", "third", "fourth"]
     assert episode.trials == 5
@@ -335,7 +336,7 @@ def test_reflexion_plays_again_with_plans():
 # --- search
 
 
-def searching(kind, **sections):
+def searching(agent_type, **sections):
     settings = {
         "name": "search",
         "eval_split": "test",
@@ -343,7 +344,8 @@ def searching(kind, **sections):
         "invalid_penalty": 0.01,
         "reward": 1.0,
     }
-    return configure(kind, env=settings | {"entities": 50} | sections.pop("env", {}), **sections)
+    env_settings = settings | {"entities": 50} | sections.pop("env", {})
+    return configure(agent_type, env=env_settings, **sections)
 
 
 def test_search_r1_goes_on_with_one_answer():
@@ -372,13 +374,12 @@ def test_search_r1_goes_on_with_one_answer():
 
 def test_search_r1_and_react_answer_right():
     pytest.importorskip("bm25s")
-    for kind in ("search-r1", "react"):
-        config = searching(kind)
+    for agent_type in ("search-r1", "react"):
+        config = searching(agent_type)
         right_answer = eval_tasks(make_factory(config), "test", 1, 0)[0].payload.answers[0]
-        answer = f"<answer>{right_answer}" if kind == "search-r1" else f"Finish[{right_answer}]"
-        episode, requests = play(
-            config, ["<search>x" if kind == "search-r1" else "Search[x]", answer]
-        )
+        is_tagged = agent_type == "search-r1"
+        answer = f"<answer>{right_answer}" if is_tagged else f"Finish[{right_answer}]"
+        episode, requests = play(config, ["<search>x" if is_tagged else "Search[x]", answer])
         assert episode.outcome.won
         assert actions_of(episode) == ["search[x]", f"answer[{right_answer}]"]
     assert "> Search[" in requests[0][0]
@@ -432,7 +433,7 @@ class Librarian:
 
 
 def test_a_simulated_search_engine():
-    """The share of noise rises over training; the same query finds the same again."""
+    """The share of noise rises during training. Repeating a query gives the same documents."""
     model = Librarian(
         "Doc 1: Tik is\na town.\n\n**Doc 2:** It lies far away.\nDoc 3: More.\nDoc 4: Most."
     )

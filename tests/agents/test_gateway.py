@@ -1,4 +1,4 @@
-"""Agents that know nothing of PaW: they ask its endpoint with openai's own client."""
+"""Agents that know nothing about PaW: they call its endpoint with the openai package."""
 
 import asyncio
 import json
@@ -109,8 +109,7 @@ def test_an_agent_with_tools_is_one_sequence_of_the_engines_own_tokens(config, c
         "it is 7",
         "edited",
     ]
-    chat = QWEN3
-    seen = []
+    prompts = []
 
     async def agent(client, env):
         ask = partial(client.chat.completions.create, model="any", tools=[ADD])
@@ -118,36 +117,19 @@ def test_an_agent_with_tools_is_one_sequence_of_the_engines_own_tokens(config, c
         messages = [{"role": "developer", "content": "Use the tool."}, QUESTION]
 
         first = await ask(messages=messages, temperature=0.2, logprobs=True)
+        check_call_after_thought(first, answers[0])
         message = first.choices[0].message
-        assert first.choices[0].finish_reason == "tool_calls"
-        assert message.content == "I add."
-        assert message.reasoning_content == "three first"
-        assert json.loads(message.tool_calls[0].function.arguments) == {"n": 3}
-        tokens = first.choices[0].logprobs.content
-        assert "".join(token.token for token in tokens) == answers[0] + "<|im_end|>"
-        assert {token.logprob for token in tokens} == {-1.0}
-        assert first.usage.completion_tokens == len(tokens)
         messages += [message, tool_result(message, 0, "3")]
 
-        other = await client.chat.completions.create(
-            model="any", messages=[QUESTION], stop=[", and"]
-        )
-        assert other.choices[0].message.content == "a sub-agent's answer"
-        assert other.choices[0].finish_reason == "stop"
+        await ask_as_sub_agent(client)
 
-        # The client drops the empty text, and writes the arguments otherwise.
+        # The client drops the empty text and formats the arguments differently.
         stream = await ask(messages=messages, stream=True, stream_options={"include_usage": True})
         chunks = [chunk async for chunk in stream]
-        calls = chunks[1].choices[0].delta.tool_calls
-        assert [call.index for call in calls] == [0, 1]
-        assert chunks[-2].choices[0].finish_reason == "tool_calls"
-        assert chunks[-1].usage.total_tokens > chunks[-1].usage.completion_tokens > 0
-        returned = {"role": "assistant", "tool_calls": []}
-        for call in calls:
-            arguments = json.dumps(json.loads(call.function.arguments), indent=4)
-            function = {"name": "add", "arguments": arguments}
-            returned["tool_calls"].append({"id": call.id, "type": "function", "function": function})
-        messages += [returned, *(tool_result(chunks[1].choices[0].delta, i, "7") for i in (0, 1))]
+        check_chunks_of_two_calls(chunks)
+        delta = chunks[1].choices[0].delta
+        messages.append(reformatted(delta.tool_calls))
+        messages += [tool_result(delta, index, "7") for index in (0, 1)]
         last = await ask(messages=messages)
         assert last.choices[0].message.content == "it is 7"
 
@@ -156,20 +138,69 @@ def test_an_agent_with_tools_is_one_sequence_of_the_engines_own_tokens(config, c
         assert edited.choices[0].message.content == "edited"
 
     def answer(prompt):
-        seen.append(prompt)
-        return answers[len(seen) - 1]
+        prompts.append(prompt)
+        return answers[len(prompts) - 1]
 
     (trajectory,) = play(config(), agent, answer)
-    first, other, second, third, edited = trajectory.turns
+    assert "three first" in prompts[3]
+    assert "three first" not in prompts[4]
+    check_prompts_of_turns(trajectory)
+    check_outcomes_of_turns(trajectory)
+    assert capfd.readouterr().err.splitlines() == [
+        "the agent asks for temperature = 0.2, which is ignored: the model samples from its own "
+        "distribution at temperature 1 (reported once)"
+    ]
+
+
+async def ask_as_sub_agent(client):
+    answer = await client.chat.completions.create(model="any", messages=[QUESTION], stop=[", and"])
+    assert answer.choices[0].message.content == "a sub-agent's answer"
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def check_call_after_thought(completion, sampled_text):
+    """The completion of `sampled_text`, a thought and a call, which was asked for with log-probs."""
+    choice = completion.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I add."
+    assert choice.message.reasoning_content == "three first"
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"n": 3}
+    tokens = choice.logprobs.content
+    assert "".join(token.token for token in tokens) == sampled_text + "<|im_end|>"
+    assert {token.logprob for token in tokens} == {-1.0}
+    assert completion.usage.completion_tokens == len(tokens)
+
+
+def check_chunks_of_two_calls(chunks):
+    assert [call.index for call in chunks[1].choices[0].delta.tool_calls] == [0, 1]
+    assert chunks[-2].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].usage.total_tokens > chunks[-1].usage.completion_tokens > 0
+
+
+def reformatted(calls):
+    """A message with these calls whose arguments are indented."""
+    message = {"role": "assistant", "tool_calls": []}
+    for call in calls:
+        arguments = json.dumps(json.loads(call.function.arguments), indent=4)
+        function = {"name": "add", "arguments": arguments}
+        message["tool_calls"].append({"id": call.id, "type": "function", "function": function})
+    return message
+
+
+def check_prompts_of_turns(trajectory):
+    """Three turns are one sequence. The sub-agent's and the edited conversation are others."""
+    first, sub_agent, second, third, edited = trajectory.turns
     for turn, following in ((first, second), (second, third)):
         so_far = ids_through(turn)
         assert following.prompt_ids[: len(so_far)].tolist() == so_far
-    assert "three first" in seen[3]
-    assert "three first" not in seen[4]
     system = {"role": "system", "content": "Use the tool."}
     shortened = [system, {"role": "user", "content": "What is it?"}]
-    assert edited.prompt_ids.tolist() == chat.conversation_ids(shortened, checked_tools([ADD]))
-    assert other.prompt_ids.tolist() == chat.conversation_ids([QUESTION], [])
+    assert edited.prompt_ids.tolist() == QWEN3.conversation_ids(shortened, checked_tools([ADD]))
+    assert sub_agent.prompt_ids.tolist() == QWEN3.conversation_ids([QUESTION], [])
+
+
+def check_outcomes_of_turns(trajectory):
+    first, _, second, _, _ = trajectory.turns
     assert [turn.outcome.observation for turn in trajectory.turns] == ["3", "", "7\n7", "", ""]
     assert second.outcome.results == ["7", "7"]
     assert len(second.spans) == 2
@@ -177,11 +208,6 @@ def test_an_agent_with_tools_is_one_sequence_of_the_engines_own_tokens(config, c
     assert [turn.outcome.reward for turn in trajectory.turns] == [0, 0, 0, 0, 1]
     assert first.anchor == "Reach 7."
     assert second.anchor == "3"
-    lines = capfd.readouterr().err.splitlines()
-    assert lines == [
-        "the agent asks for temperature = 0.2, which is ignored: the model samples from its own "
-        "distribution at temperature 1 (reported once)"
-    ]
 
 
 def tool_result(message, index, text):
@@ -190,7 +216,8 @@ def tool_result(message, index, text):
 
 
 def test_limits_of_a_request_and_of_an_episode(config):
-    """max_tokens holds. A full context and used-up turns are errors in OpenAI's format."""
+    """max_tokens limits an answer. A full context and a turn too many are errors in OpenAI's
+    format."""
     rollout = {"max_response_tokens": 6, "max_prompt_tokens": 120}
     limited = config(env={"max_turns": 4, "max_text": 3000}, rollout=rollout)
 
@@ -225,7 +252,7 @@ def test_limits_of_a_request_and_of_an_episode(config):
 
 
 def test_an_answer_that_nobody_reads_is_no_turn(config):
-    """The client asks again, and gets the same tokens."""
+    """The client repeats the request and gets the same tokens."""
 
     async def agent(client, env):
         engine.hold = True
@@ -249,18 +276,18 @@ def test_an_answer_that_nobody_reads_is_no_turn(config):
 
 
 def test_an_answer_that_comes_after_the_end_is_no_turn(config):
-    """For example to a process that outlives the program that started it."""
+    """Such a request can come from a process that outlives the program that started it."""
 
     async def run(env, model):
         await env.reset()
         session = Session(env, model, Notes())
         incoming = Incoming({"messages": [QUESTION]}, is_open=lambda: True)
         await session.complete(incoming)
-        late = [asyncio.ensure_future(session.complete(incoming)) for _ in range(2)]
+        late_calls = [asyncio.ensure_future(session.complete(incoming)) for _ in range(2)]
         await asyncio.sleep(0)
         session.end()
         env.finish(reward=1.0, won=True, score=1.0)
-        for answer in late:
+        for answer in late_calls:
             with pytest.raises(RequestError, match="the episode has ended"):
                 await answer
 
@@ -408,14 +435,14 @@ print("done\\n" + {"mumble": "done", "answer": '{"answer": "7"}'}.get(what, '{"r
 def test_what_a_program_does_costs_its_own_episode(config, tmp_path):
     script = tmp_path / "agent.py"
     script.write_text(AGENT)
-    whats = ["die", "flood", "mumble", "nothing", "spend", "answer", "ask"]
-    write_jsonl(tmp_path / "tasks.jsonl", [{"prompt": what, "do": what} for what in whats])
-    keys = {"type": "command", "command": f"{sys.executable} -S {script}"}
+    deeds = ["die", "flood", "mumble", "nothing", "spend", "answer", "ask"]
+    write_jsonl(tmp_path / "tasks.jsonl", [{"prompt": what, "do": what} for what in deeds])
+    agent_settings = {"type": "command", "command": f"{sys.executable} -S {script}"}
     chat = make_chat()
 
     def played(**agent):
         settings = config(
-            keys | agent, env={"eval_data": str(tmp_path / "tasks.jsonl"), "max_turns": 3}
+            agent_settings | agent, env={"eval_data": str(tmp_path / "tasks.jsonl"), "max_turns": 3}
         )
         rollouts = Rollouts(
             make_factory(settings), Scripted(chat, lambda prompt: "yes"), chat, settings
@@ -452,20 +479,20 @@ def test_what_a_program_does_costs_its_own_episode(config, tmp_path):
 
 def test_a_program_that_hangs_is_ended():
     async def hang():
-        never = asyncio.get_running_loop().create_future()
+        unanswered = asyncio.get_running_loop().create_future()
         return await run_program(
             ["sh", "-c", "echo begun; sleep 1000"],
             variables=os.environ,
             stdin="",
             timeout_s=0.5,
-            interrupt=never,
+            interrupt=unanswered,
         )
 
     assert asyncio.run(hang()).problem == "it did not end within 0.5 s"
 
 
 def test_a_program_ends_with_the_process_that_started_it(tmp_path):
-    """Also what it has started, after kill -9."""
+    """Its children end too, even though SIGKILL ends the process that started it."""
     script = textwrap.dedent("""
         import asyncio, os
         from paw.processes.program import run_program
@@ -526,7 +553,7 @@ def test_bad_input_is_one_line(config, tmp_path):
 
 @pytest.mark.slow
 def test_an_unchanged_agent_trains(tiny_llm, says_only, paw_here, read_metrics, tmp_path):
-    """An update with the torch engine. The log-probs that were recorded are the trainer's."""
+    """An update with the torch engine. The recorded log-probs are those of the trainer."""
     calls = [Reply.of("", ToolCall("add", {"n": n})) for n in (3, 4)]
     model = says_only(
         tiny_llm(tmp_path / "model"), *calls, "<|im_end|>", template=templates.QWEN25_TEMPLATE
@@ -552,46 +579,14 @@ def test_an_unchanged_agent_trains(tiny_llm, says_only, paw_here, read_metrics, 
 
 
 def test_sessions_are_recorded_by_hand(config, tmp_path, monkeypatch):
-    """`paw serve gateway`: any name is a session, a POST ends it, and its turns can be read back."""
+    """`paw serve gateway`: any name opens a session, and a POST ends it. Its turns can be read
+    back."""
     monkeypatch.setattr(serve_gateway, "MAX_OPEN", 2)
-    out = tmp_path / "sessions.jsonl"
+    sessions_file = tmp_path / "sessions.jsonl"
     settings = config()
     rollouts = Rollouts(SessionsFactory(), Scripted(QWEN3, lambda prompt: "yes"), QWEN3, settings)
 
-    async def use(url):
-        def client(base_url, key="x"):
-            return openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0)
-
-        async def ask(asked):
-            await asked.chat.completions.create(model="any", messages=[QUESTION])
-
-        async def post(path, **body):
-            return await by_path.post(f"{url}/{path}", body=body, cast_to=object)
-
-        async with client(f"{url}/monday/v1") as by_path, client(f"{url}/v1", "tuesday") as by_key:
-            await ask(by_path)
-            await ask(by_key)
-            await ask(by_path)
-            for number in range(5):  # only a request to the model opens a session
-                await by_path.get(f"{url}/other{number}/v1/models", cast_to=object)
-            async with client(f"{url}/wednesday/v1") as third:
-                with pytest.raises(openai.RateLimitError, match="2 sessions are open"):
-                    await ask(third)
-            assert await post("monday/reward", reward=1) == {"session": "monday", "turns": 2}
-            await ask(by_path)  # another session of that name
-            for path, body, problem in (
-                ("monday/reward", {"reward": "much"}, "must be"),
-                ("friday/reward", {"reward": 1}, "no session 'friday'"),
-                ("monday/end", {}, "there is no POST"),
-            ):
-                with pytest.raises(openai.APIStatusError, match=problem):
-                    await post(path, **body)
-            made = await post("sessions")
-            assert made["path"] == f"/{made['session']}/v1"
-            with pytest.raises(openai.NotFoundError, match="chat_completions"):
-                await by_path.responses.create(model="any", input="x")
-
-    with out.open("w") as file, socket.create_server(("127.0.0.1", 0)) as listener:
+    with sessions_file.open("w") as file, socket.create_server(("127.0.0.1", 0)) as listener:
         recorder = Recorder(settings, lambda env: EngineModel(env, rollouts), "mine", file)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -600,7 +595,7 @@ def test_sessions_are_recorded_by_hand(config, tmp_path, monkeypatch):
             with env.patience.pause():
                 serving = asyncio.create_task(recorder.serve(env, listener, stopped))
                 try:
-                    await use(url)
+                    await use_sessions(url)
                 finally:
                     stopped.set()
                     await serving
@@ -611,55 +606,99 @@ def test_sessions_are_recorded_by_hand(config, tmp_path, monkeypatch):
     rollouts.close()
     assert keeper.trajectory.failure == "RuntimeError: the agent ended without a call of the model"
 
-    sessions = {}
-    for group in read_episodes(out):
-        for trajectory in group.trajectories:
-            turns = [len(turn.response_ids) for turn in trajectory.turns]
-            name = (trajectory.task.id, trajectory.member)
-            sessions[name] = (len(turns), trajectory.episode_return, trajectory.won)
-            assert min(turns) > 0
-    assert sessions == {
+    assert recorded_sessions(sessions_file) == {
         ("monday", 0): (2, 1.0, True),
         ("monday", 1): (1, 0.0, False),
         ("tuesday", 0): (1, 0.0, False),
     }
 
 
+async def use_sessions(url):
+    """Play sessions by path and by key, and make every mistake with them."""
+
+    def client(base_url, key="x"):
+        return openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0)
+
+    async def ask(session):
+        await session.chat.completions.create(model="any", messages=[QUESTION])
+
+    async def post(path, **body):
+        return await by_path.post(f"{url}/{path}", body=body, cast_to=object)
+
+    async with client(f"{url}/monday/v1") as by_path, client(f"{url}/v1", "tuesday") as by_key:
+        await ask(by_path)
+        await ask(by_key)
+        await ask(by_path)
+        for number in range(5):  # only a request to the model opens a session
+            await by_path.get(f"{url}/other{number}/v1/models", cast_to=object)
+        async with client(f"{url}/wednesday/v1") as third:
+            with pytest.raises(openai.RateLimitError, match="2 sessions are open"):
+                await ask(third)
+        assert await post("monday/reward", reward=1) == {"session": "monday", "turns": 2}
+        await ask(by_path)  # another session with that name
+        for path, body, problem in (
+            ("monday/reward", {"reward": "much"}, "must be"),
+            ("friday/reward", {"reward": 1}, "no session 'friday'"),
+            ("monday/end", {}, "there is no POST"),
+        ):
+            with pytest.raises(openai.APIStatusError, match=problem):
+                await post(path, **body)
+        created = await post("sessions")
+        assert created["path"] == f"/{created['session']}/v1"
+        with pytest.raises(openai.NotFoundError, match="chat_completions"):
+            await by_path.responses.create(model="any", input="x")
+
+
+def recorded_sessions(path):
+    """{(name, number): (turns, return, won)} of the sessions in a file."""
+    sessions = {}
+    for group in read_episodes(path):
+        for trajectory in group.trajectories:
+            lengths = [len(turn.response_ids) for turn in trajectory.turns]
+            assert min(lengths) > 0
+            key = (trajectory.task.id, trajectory.member)
+            sessions[key] = (len(lengths), trajectory.episode_return, trajectory.won)
+    return sessions
+
+
+SERVER_SETTINGS = {
+    "engine.type": "transformers",
+    "model.dtype": "float32",
+    "run.threads": 1,
+    "rollout.max_prompt_tokens": 500,
+    "rollout.max_response_tokens": 3000,
+}
+
+
 def test_serve_gateway_answers_until_ctrl_c_and_keeps_open_sessions(
     tiny_llm, paw_here, tmp_path, monkeypatch
 ):
-    """With the recipe own-agent, which names no program: whoever asks is the agent. An answer that
-    is being written is not waited for."""
+    """The recipe own-agent names no program, so any client is the agent. Ctrl-C does not wait for
+    an answer that is still being written."""
     model = tiny_llm(tmp_path / "model")
-    out = tmp_path / "sessions.jsonl"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    sessions_file = tmp_path / "sessions.jsonl"
+    port = _free_port()
     serving = threading.Event()
     writing = threading.Event()
     contents = []
-    step = TransformersEngine.step
+    engine_step = TransformersEngine.step
 
     def noted_step(engine):
         writing.set()
-        return step(engine)
+        return engine_step(engine)
 
     def ask():
         url = f"http://127.0.0.1:{port}/monday/v1"
         try:
             wait_until(lambda: _listens(port))
             with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
-                create = partial(client.chat.completions.create, model="any", messages=[QUESTION])
-                answer = create(max_tokens=3)
-                contents.append(answer.choices[0].message.content)
-                assert [listed.id for listed in client.models.list()] == [str(model)]
-                with pytest.raises(openai.InternalServerError, match="does not support tools"):
-                    create(tools=[ADD])
+                contents.append(_short_answer(client, model))
                 writing.clear()
                 monkeypatch.setattr(TransformersEngine, "step", noted_step)
                 stopper = threading.Thread(target=stop_while_it_writes, daemon=True)
                 stopper.start()
                 with pytest.raises(openai.OpenAIError):
-                    create()
+                    client.chat.completions.create(model="any", messages=[QUESTION])
                 stopper.join()
         finally:
             if serving.is_set():
@@ -670,19 +709,31 @@ def test_serve_gateway_answers_until_ctrl_c_and_keeps_open_sessions(
         serving.clear()
         os.kill(os.getpid(), signal.SIGINT)
 
-    settings = {
-        "engine.type": "transformers", "model.dtype": "float32", "run.threads": 1,
-        "rollout.max_prompt_tokens": 500, "rollout.max_response_tokens": 3000,
-    }  # fmt: skip
     serving.set()
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    done = paw_here("serve", "gateway", model, settings, "--port", port, "--out", out)
+    options = ("--port", port, "--out", sessions_file)
+    served = paw_here("serve", "gateway", model, SERVER_SETTINGS, *options)
     serving.clear()
     thread.join()
-    assert f"http://127.0.0.1:{port}/NAME/v1: sessions go to {out}" in done.stderr
-    (group,) = read_episodes(out)
+    assert f"http://127.0.0.1:{port}/NAME/v1: sessions go to {sessions_file}" in served.stderr
+    (group,) = read_episodes(sessions_file)
     assert [turn.response for turn in group.trajectories[0].turns] == contents
+
+
+def _short_answer(client, model):
+    """The answer of a model without tools, which the server calls by its path."""
+    create = partial(client.chat.completions.create, model="any", messages=[QUESTION])
+    answer = create(max_tokens=3)
+    assert [listed.id for listed in client.models.list()] == [str(model)]
+    with pytest.raises(openai.InternalServerError, match="does not support tools"):
+        create(tools=[ADD])
+    return answer.choices[0].message.content
+
+
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free_socket:
+        return free_socket.getsockname()[1]
 
 
 def _listens(port):

@@ -1,4 +1,4 @@
-"""Several rewards of an episode ([[rewards]]), and an LLM judge as one of them."""
+"""Several rewards for an episode ([[rewards]]), one of them from an LLM judge."""
 
 import json
 
@@ -109,8 +109,8 @@ def test_a_mistake_in_a_reward_is_one_line(table, message, tmp_path):
 
 
 def test_a_judge_named_on_the_command_line_is_not_the_recipes_mistake(paw_here):
-    words = ("train", "miniature", "--reward.type", "judge", "--dry-run")
-    error = paw_here(*words, code=2).stderr
+    arguments = ("train", "miniature", "--reward.type", "judge", "--dry-run")
+    error = paw_here(*arguments, code=2).stderr
     assert "command line: reward = {'type': 'judge'}: the judge needs a rubric" in error
 
 
@@ -154,25 +154,27 @@ def test_rewards_are_weighted_measured_and_lost_one_by_one(server):
     assert stats.metrics()["health/rewards_failed"] == 2
     for group in groups:
         for trajectory in group.trajectories:
-            parts = trajectory.rewards
-            assert parts["turns"] == 3.0 * len(trajectory.turns)
-            assert parts["env"] == float(trajectory.won)
-            assert parts["judge"] == 0.8
-            total = 2.0 * parts["env"] - 0.1 * parts["turns"] + parts["judge"]
-            assert trajectory.episode_return == pytest.approx(total)
+            rewards = trajectory.rewards
+            assert rewards["turns"] == 3.0 * len(trajectory.turns)
+            assert rewards["env"] == float(trajectory.won)
+            assert rewards["judge"] == 0.8
+            weighted_sum = 2.0 * rewards["env"] - 0.1 * rewards["turns"] + rewards["judge"]
+            assert trajectory.episode_return == pytest.approx(weighted_sum)
     metrics = success_metrics(groups)
-    means = {key: value for key, value in metrics.items() if key.startswith("rewards_")}
-    assert means.keys() == {"rewards_env", "rewards_turns", "rewards_judge"}
+    reward_means = {key: value for key, value in metrics.items() if key.startswith("rewards_")}
+    assert reward_means.keys() == {"rewards_env", "rewards_turns", "rewards_judge"}
     for ranks_groups, _ in on_all(make_ranks(2), play):
-        assert {key: success_metrics(ranks_groups)[key] for key in means} == means
+        assert {key: success_metrics(ranks_groups)[key] for key in reward_means} == reward_means
 
 
 def test_several_rewards_are_written_and_read_again(tmp_path):
-    table = {"type": "judge", "rubric": "x", "url": "http://127.0.0.1:9", "model": "m"}
-    config = Config.model_validate({"model": {"path": "-"}, "rewards": [{"type": "env"}, table]})
+    judge_table = {"type": "judge", "rubric": "x", "url": "http://127.0.0.1:9", "model": "m"}
+    config = Config.model_validate(
+        {"model": {"path": "-"}, "rewards": [{"type": "env"}, judge_table]}
+    )
     (tmp_path / "config.toml").write_text(dump(config))
-    again = load(tmp_path / "config.toml", {"rewards.env.weight": "0.5"})
-    assert [entry.weight for entry in again.rewards] == [0.5, 1.0]
-    assert json.loads(again.model_dump_json())["rewards"][1]["rubric"] == "x"
+    reloaded = load(tmp_path / "config.toml", {"rewards.env.weight": "0.5"})
+    assert [entry.weight for entry in reloaded.rewards] == [0.5, 1.0]
+    assert json.loads(reloaded.model_dump_json())["rewards"][1]["rubric"] == "x"
     with pytest.raises(UserError, match=r"'reward\.type' is a key of \[reward\], and the recipe"):
         load(config, {"reward.type": "env"})
