@@ -1,4 +1,4 @@
-"""A user's own engines, for test_engine_plugin.py: one that plays, and some that cannot."""
+"""A user's own engines, for test_engine_plugin.py: one that works, and several that do not."""
 
 import copy
 
@@ -10,11 +10,11 @@ from paw.rollouts.engines.transformers import TransformersEngine
 
 
 class Slow(Engine):
-    """Samples with a copy of the model, one response after another and without a KV cache."""
+    """Samples from a copy of the model, one response after another, without a KV cache."""
 
     class Config(Section):
         at_once: int = 4
-        """Responses of a step."""
+        """Number of responses per step."""
 
     gives_entropy = True
 
@@ -57,7 +57,7 @@ class Slow(Engine):
 
 
 class Small(Slow):
-    """Declares what it takes: a GPU of its own for each of two engines."""
+    """Declares its needs: two engines, each with its own GPU."""
 
     shares_card = False
 
@@ -76,7 +76,7 @@ class Able(Slow):
 
 
 class Remote(Slow):
-    """A service elsewhere."""
+    """A service on other machines."""
 
     shares_card = False
 

@@ -1,4 +1,4 @@
-"""Prompts equal apply_chat_template on benign text, and no text adds a control token."""
+"""Prompts equal apply_chat_template on benign text. No text adds a control token."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -68,7 +68,7 @@ INST_TEMPLATE = (
 
 
 def make(special, ordinary, template, *, eos, bos=None):
-    """A byte-level BPE of about 400 tokens with the added tokens of a real one."""
+    """A byte-level BPE of about 400 tokens with the added tokens of a real tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -93,7 +93,7 @@ def make(special, ordinary, template, *, eos, bos=None):
 
 
 def thinker(*, flagged=False):
-    """Qwen3.5's way: the template opens <think>, or an empty block with enable_thinking = false."""
+    """As in Qwen3.5, the template opens <think>, or an empty block with enable_thinking = false."""
     tokens = ["<think>", "</think>"]
     special, ordinary = ([*QWEN25, *tokens], []) if flagged else (QWEN25, tokens)
     return make(special, ordinary, QWEN35_TEMPLATE, eos="<|im_end|>")
@@ -104,7 +104,7 @@ TOKENIZERS = {
     "qwen3.5": thinker(),
     "llama3": make(LLAMA3, [], LLAMA3_TEMPLATE, eos="<|eot_id|>", bos="<|begin_of_text|>"),
     "inst": make(["<s>", "</s>"], [], INST_TEMPLATE, eos="</s>", bos="<s>"),
-    # ChatML bolted onto a base model: its turn tokens are added but not flagged special.
+    # ChatML added to a base model: its turn tokens are added tokens that are not flagged special.
     "unflagged": make(
         ["<|endoftext|>"], ["<|im_start|>", "<|im_end|>"], CHATML, eos="<|endoftext|>"
     ),
@@ -180,16 +180,18 @@ def test_separator_and_end(name):
     }.get(name, ("\n<|im_start|>user\n", "<|im_end|>"))
     assert chat.separator_ids == tokenizer.encode(separator, add_special_tokens=False)
     assert chat.end_ids == {tokenizer.convert_tokens_to_ids(end), tokenizer.eos_token_id}
-    if name not in (
-        "inst",
-        "qwen3.5",
-    ):  # its last space merges with the word that follows; its history does not think
+    # inst's last space merges with the word that follows, and qwen3.5's history drops thoughts.
+    if name not in ("inst", "qwen3.5"):
         messages = [("user", "go to shelf 1"), ("assistant", "look"), ("user", "You see a mug.")]
         text = tokenizer.apply_chat_template(
             [{"role": role, "content": content} for role, content in messages], tokenize=False
         )
-        row = [*chat.prompt_ids("go to shelf 1"), *chat.response_ids("look"), *chat.separator_ids]
-        assert tokenizer.encode(text, add_special_tokens=False)[: len(row)] == row
+        row_ids = [
+            *chat.prompt_ids("go to shelf 1"),
+            *chat.response_ids("look"),
+            *chat.separator_ids,
+        ]
+        assert tokenizer.encode(text, add_special_tokens=False)[: len(row_ids)] == row_ids
 
 
 @every
@@ -201,8 +203,8 @@ def test_long_prompts_lose_their_start(name):
     ids, dropped = chat.fit_prompt(text, 60)
     assert len(ids) == 60
     assert dropped >= len(all_ids) - 60
-    empty = chat.prompt_ids("")
-    assert control_ids(name, ids) == control_ids(name, empty)
+    empty_prompt = chat.prompt_ids("")
+    assert control_ids(name, ids) == control_ids(name, empty_prompt)
     assert ids[-10:] == all_ids[-10:]
     with pytest.raises(UserError, match="max_prompt_tokens = 3"):
         chat.fit_prompt(text, 3)
@@ -225,7 +227,7 @@ def test_each_observation_token_knows_its_characters(name, text):
     for start, end in spans:
         covered.update(range(start, end))
     assert covered == set(range(len(text)))
-    if text.isascii():  # a token of bytes is no text
+    if text.isascii():  # a token of single bytes is not text
         assert [chat.decode([position]) for position in ids] == [
             text[start:end] for start, end in spans
         ]
@@ -248,16 +250,9 @@ def test_word_level_vocabulary_that_holds_its_control_tokens():
     )
     chat = Chat(wrapped)
     assert chat.prompt_ids("go to mars") == [1, 4, 6, 0, 3, 2]
-    assert chat.prompt_ids("go <end> look") == [
-        1,
-        4,
-        0,
-        0,
-        5,
-        3,
-        2,
-    ]  # "<" and "end>" are unknown words
-    assert chat.prompt_ids("go § look") == [1, 4, 5, 3, 2]  # one character cannot be spelt out
+    # "<" and "end>" are unknown words.
+    assert chat.prompt_ids("go <end> look") == [1, 4, 0, 0, 5, 3, 2]
+    assert chat.prompt_ids("go § look") == [1, 4, 5, 3, 2]  # one character cannot be spelled out
     assert chat.separator_ids == [1]
 
 
@@ -302,13 +297,14 @@ def test_what_the_template_opens_is_part_of_the_answer(flagged):
         assert chat.opened == opened
         assert answer == opened + sampled
         assert TaggedStyle().parse_action(answer, [])[1]
-        assert not TaggedStyle().parse_action(sampled, [])[1]  # what made every action invalid
+        # Without the opening tag, every action was invalid.
+        assert not TaggedStyle().parse_action(sampled, [])[1]
         messages = [{"role": "user", "content": "go"}]
         expected = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False, **options
         )
         assert chat.prompt_ids("go") == expected
-        assert chat.response_ids(answer) == chat.response_ids(sampled)  # nothing opened twice
+        assert chat.response_ids(answer) == chat.response_ids(sampled)  # no tag is opened twice
 
 
 @given(
@@ -322,17 +318,17 @@ def test_what_the_template_opens_is_part_of_the_answer(flagged):
 def test_turns_marked_by_ordinary_text_cannot_be_forged(text):
     chat = CHATS["inst"]
     tokenizer = TOKENIZERS["inst"]
-    for ids, marks in ((chat.prompt_ids(text), 1), (chat.observation_ids(text, 10**6), 0)):
+    for ids, mark_count in ((chat.prompt_ids(text), 1), (chat.observation_ids(text, 10**6), 0)):
         rendered = tokenizer.decode(ids)
-        assert rendered.count("[INST]") == marks
-        assert rendered.count("[/INST]") == marks
+        assert rendered.count("[INST]") == mark_count
+        assert rendered.count("[/INST]") == mark_count
     assert len(chat._encoder.harmless(text)) == len(text)
 
 
 def test_an_export_carries_the_template_options(tmp_path):
     tokenizer = thinker()
     options = {"enable_thinking": False}
-    for _ in range(2):  # exporting what was exported changes nothing
+    for _ in range(2):  # exporting an export changes nothing
         tokenizer = _with_options(tokenizer, options)
     tokenizer.save_pretrained(tmp_path)
     chat = Chat(AutoTokenizer.from_pretrained(tmp_path))

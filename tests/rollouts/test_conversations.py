@@ -1,5 +1,5 @@
-"""Conversations with tools through templates of real shapes: ids, forged turns, calls read back,
-targets found."""
+"""Conversations with tools, through the shapes of real templates: ids, forged turns, parsed calls,
+and targets."""
 
 import json
 from functools import partial
@@ -70,7 +70,7 @@ def tool(text="x"):
 
 
 def messages(text="x", *, name="search", key="call00000"):
-    """All roles, a few examples before what is asked."""
+    """A conversation with all roles. Some examples come before the question."""
     call_message = Reply.of(text, ToolCall(name, {"query": text, text: [text]}, key)).message()
     result = {"role": "tool", "name": name, "tool_call_id": key, "content": text}
     thought = {"role": "assistant", "content": THOUGHT + text}
@@ -111,7 +111,7 @@ def test_no_text_of_any_role_adds_a_control_token(name, text):
     chat = CHATS[name]
     template_controls = controls(name, chat.conversation_ids(messages(), [tool()]))
     assert controls(name, chat.conversation_ids(messages(text), [tool(text)])) == template_controls
-    if name != "mistral":  # whose ids have nine characters
+    if name != "mistral":  # Mistral's ids have nine characters
         ids = chat.conversation_ids(messages(text, name=text, key=text), [tool(text)])
         assert controls(name, ids) == template_controls
     for start, end in ((2, 4), (2, 6), (4, 6)):
@@ -125,37 +125,38 @@ def test_no_text_of_any_role_adds_a_control_token(name, text):
 
 @every
 def test_what_is_added_is_the_templates_own(name):
-    """After an answer, the conversation's new ids are those that the template gives the whole
+    """The ids added after an answer are those that the template renders for the whole
     conversation."""
     chat = CHATS[name]
     tokenizer = TOKENIZERS[name]
     conversation = messages("the mug")
-    # Without a thought, which Qwen3 drops where another question follows.
+    # No thought, because Qwen3 drops thoughts before a later question.
     conversation[4]["content"] = "the mug"
-    for count in (3, 5):
-        pieces = chat.following(conversation[count - 1], conversation[count:])
-        whole = tokenizer.apply_chat_template(
+    for prefix_length in (3, 5):
+        pieces = chat.following(conversation[prefix_length - 1], conversation[prefix_length:])
+        whole_text = tokenizer.apply_chat_template(
             conversation[1:], add_generation_prompt=True, tokenize=False
         )
-        assert whole.endswith("".join(tokenizer.decode(ids) + shown for ids, shown in pieces))
-        assert [shown for _, shown in pieces] == ["the mug"] * (len(conversation) - count) + [""]
+        assert whole_text.endswith("".join(tokenizer.decode(ids) + shown for ids, shown in pieces))
+        added_count = len(conversation) - prefix_length
+        assert [shown for _, shown in pieces] == ["the mug"] * added_count + [""]
         assert not set(chat.end_ids) & set(pieces[0][0])
     texts = ['Doc "1"\nDoc 2', "Doc 3"]
-    two = [
+    two_results = [
         conversation[3] | {"content": text, "tool_call_id": f"call0000{number}"}
         for number, text in enumerate(texts)
     ]
-    pieces = chat.following(conversation[2], two)
+    pieces = chat.following(conversation[2], two_results)
     assert [shown for _, shown in pieces] == [
         *(json.dumps(result)[1:-1] if name == "llama3.1" else result for result in texts),
         "",
     ]
-    # Which takes one call a message.
+    # Llama 3.1 takes one call per message.
     calls = conversation[2] if name == "llama3.1" else Reply.of("", PROBE, PROBE).message()
-    whole = tokenizer.apply_chat_template(
-        [conversation[1], calls, *two], add_generation_prompt=True, tokenize=False
+    whole_text = tokenizer.apply_chat_template(
+        [conversation[1], calls, *two_results], add_generation_prompt=True, tokenize=False
     )
-    assert whole.endswith("".join(tokenizer.decode(ids) + shown for ids, shown in pieces))
+    assert whole_text.endswith("".join(tokenizer.decode(ids) + shown for ids, shown in pieces))
 
 
 def test_thoughts_are_dropped_from_examples_as_the_template_does():
@@ -189,7 +190,7 @@ def templates_of_vllm():
         pytest.skip("vllm is not installed")
     folders = Path(vllm.origin).parent.rglob("chat_templates/*.jinja")
     shipped = {path.stem: path.read_text() for path in folders}
-    # it shows audio alone
+    # this template renders only audio
     assert shipped.pop("template_kimi_audio")
     assert len(shipped) >= 3
     return shipped
@@ -210,8 +211,8 @@ def template_of_smollm2():
     "source", [templates_of_vllm, pytest.param(template_of_smollm2, marks=pytest.mark.long)]
 )
 def test_templates_that_others_ship_render_as_they_do(source):
-    """vLLM's templates and that of SmolLM2's file, which have no tools; a message that one
-    leaves out is refused."""
+    """vLLM's templates and the one in SmolLM2's file have no tools. A conversation with a message
+    that the template leaves out is refused."""
     shipped = source()
     system, question, _, _, thought, final_question = messages("mug 1")
     for name, template in shipped.items():
@@ -243,7 +244,7 @@ WRITTEN = {
 
 
 def reads(chat, written):
-    """Checks a call, one among text, broken calls, and none."""
+    """Check one call, a broken call, a call inside a thought, and an answer without a call."""
     reply = chat.reply(f"{THOUGHT}{written}", [tool()])
     assert reply == THOUGHT + written
     assert reply.content == ""
@@ -253,7 +254,8 @@ def reads(chat, written):
     broken = chat.reply(written[: written.index("Nile")], [tool()])
     assert broken.calls == []
     assert broken.problem.startswith("the call cannot be read")
-    assert chat.reply(f"<think>{written}", [tool()]).content == ""  # it only thinks of it
+    # A call inside a thought is not made.
+    assert chat.reply(f"<think>{written}", [tool()]).content == ""
     answer = chat.reply(f"{THOUGHT}It is the Nile.", [tool()])
     assert answer.content == "It is the Nile."
     assert answer.calls == []
@@ -282,14 +284,15 @@ def test_calls_are_read_without_vllm():
 
 
 class Desk(Conversation):
-    """Looks into a drawer, six times at most; results are of two lines, with quotation marks."""
+    """Looks into a drawer, up to six times. Results have two lines and quotation marks."""
 
     tools = (tool(),)
     tasks = [Task("desk")]
     played = []
 
     def begin(self, task):
-        self.left, self.played[:] = 6, [self]
+        self.left = 6
+        self.played[:] = [self]
         return [
             {"role": "system", "content": "Look."},
             {"role": "user", "content": "What is in it?"},
@@ -309,7 +312,8 @@ class Desk(Conversation):
 
 
 class Says:
-    """An engine that gives the answers of a list, and a reader that knows them, or none."""
+    """An engine that returns answers from a list. With `reads`, the chat's parser recognises
+    them."""
 
     continuous = False
     version = 0
@@ -325,9 +329,8 @@ class Says:
             )
 
     def ids(self, reply):
-        end_of_message = self.chat._backend.token_to_id(
-            "<|eom_id|>"
-        )  # Llama 3, whose template takes one call
+        # Only Llama 3 has this token. Its template takes one call per message.
+        end_of_message = self.chat._backend.token_to_id("<|eom_id|>")
         ids = self.chat.response_ids(str(reply) if end_of_message and reply.calls[1:] else reply)
         return [*ids[:-1], end_of_message] if end_of_message and reply.calls else ids
 
@@ -343,7 +346,7 @@ class Says:
 
 
 def play_desk(chat, engine, **wm):
-    """The only episode's turns, and their samples."""
+    """(turns, samples) of a single episode."""
     config = Config.model_validate(
         {"model": {"path": "-"}, "rollout": {"max_prompt_tokens": 4000}, "wm": wm}
     )
@@ -372,8 +375,8 @@ def called(*words):
 @every
 @pytest.mark.parametrize("most", [512, 30])
 def test_results_and_answers_are_targets_in_the_conversations_one_sequence(name, most):
-    """For every way in which a template writes results, and for any number of them. Results of
-    the last turn, which no prompt shows, are appended. Llama 3's <|eom_id|> ends an answer as
+    """Covers every form in which a template writes results, and several results per turn. No prompt
+    shows the results of the last turn, so they are appended. Llama 3's <|eom_id|> ends an answer as
     <|eot_id|> does."""
     chat = Chat(TOKENIZERS[name])
     engine = Says(
@@ -389,7 +392,7 @@ def test_results_and_answers_are_targets_in_the_conversations_one_sequence(name,
         assert len(texts) == [1, 1, 2, 1, 2][number]
         assert len(sample.observation_ids) <= most
         if name == "llama3.1" and number != 1:
-            texts = [json.dumps(text)[1:-1] for text in texts]  # its results are JSON
+            texts = [json.dumps(text)[1:-1] for text in texts]  # Llama 3.1 writes results as JSON
         expected = [chat.observation_ids(text) for text in texts]
         encoded = [ids.tolist() for _, ids in sample.targets]
         target_ids = list(chain(*encoded))
@@ -424,8 +427,8 @@ def test_with_a_limit_of_no_tokens_several_results_are_no_target(name):
 
 
 def test_no_two_calls_of_an_episode_have_one_id():
-    """Ids have nine letters and digits each, as Mistral's templates ask, those of broken calls
-    too."""
+    """Every id has nine letters or digits, as Mistral's templates require. So do ids of broken
+    calls."""
     chat = Chat(TOKENIZERS["qwen3"], tool_parser="transformers")
     broken = Reply('<tool_call>\n{"name": ')
     turns, _ = play_desk(
@@ -449,8 +452,8 @@ def test_no_two_calls_of_an_episode_have_one_id():
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory):
-    """The folder of a tiny model that has learnt to call a tool, and to say something the second
-    time."""
+    """The folder of a tiny model that has learned to call a tool first and to answer in words after
+    that."""
     tokenizer = TOKENIZERS["qwen3"]
     folder = tmp_path_factory.mktemp("caller")
     end_tokens = dict(
@@ -479,28 +482,26 @@ def caller(tmp_path_factory):
             input_ids=row_ids,
             labels=torch.where(torch.arange(row_ids.shape[1]) < start, -100, row_ids),
         ).loss.backward()
-        optimizer.step(), optimizer.zero_grad()
-    model.save_pretrained(folder), tokenizer.save_pretrained(folder)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.mark.slow
 def test_search_trains_as_a_conversation_with_a_tool(caller, tmp_path, updated):
-    """An update of GRPO and PaW: episodes are a sequence each, results are targets in it, broken
-    calls cost."""
+    """One update of GRPO and PaW: each episode is one sequence, results are targets in it, and
+    broken calls are penalised."""
     settings = {
         "model.path": caller,
         "model.tool_parser": "transformers",
         "env.style": "chat",
         "env.entities": 20,
-    }
-    settings |= {
         "rollout.tasks": 4,
         "rollout.group_size": 4,
         "rollout.max_prompt_tokens": 4000,
         "run.dir": tmp_path,
-    }
-    settings |= {
         "rollout.max_response_tokens": 60,
         "wm.alpha": 1.0,
         "wm.weight": 1.0,
@@ -526,15 +527,18 @@ def test_search_trains_as_a_conversation_with_a_tool(caller, tmp_path, updated):
     first_of = {members[0] for members in joined}
     for number, (turn, sample) in enumerate(zip(turns, samples, strict=True)):
         assert len(sample.observation_ids) == 0 or sample.wm_weight > 0
-        assert chat.decode(sample.separator_ids) in ("", "\nuser\n", "\nuser\n<tool_response>\n")
-        has_ended = turn.response_ids[-1] in chat.end_ids
-        assert not len(sample.separator_ids) or (sample.separator_ids[0] in chat.end_ids) == (
-            not has_ended
-        )
-        if sample.step:  # one sequence: the target stands in the prompt, no token is added
+        check_separator(chat, turn, sample)
+        if sample.step:  # one sequence: the target is part of the prompt, so no token is added
             before = turns[number - 1]
-            assert turn.prompt_ids[
-                : len(before.prompt_ids) + len(before.response_ids)
-            ].tolist() == [*before.prompt_ids, *before.response_ids]
+            so_far = [*before.prompt_ids, *before.response_ids]
+            assert turn.prompt_ids[: len(so_far)].tolist() == so_far
             assert number not in first_of
     assert len(joined) == sum(len(group.trajectories) for group in groups) < len(samples)
+
+
+def check_separator(chat, turn, sample):
+    """The separator, if there is one, begins with an end token only if the response lacks one."""
+    assert chat.decode(sample.separator_ids) in ("", "\nuser\n", "\nuser\n<tool_response>\n")
+    if len(sample.separator_ids):
+        has_ended = turn.response_ids[-1] in chat.end_ids
+        assert (sample.separator_ids[0] in chat.end_ids) == (not has_ended)

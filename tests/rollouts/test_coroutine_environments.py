@@ -1,4 +1,4 @@
-"""Coroutine environments on the event loop, and environments made while others are played."""
+"""Coroutine environments on the event loop, and environments that are made while others play."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ DEADLY = Path(__file__).parents[1] / "support" / "deadly.py"
 
 
 class AsyncGame(Game):
-    """Counts to three. `act` is what the second of each four does in its second step."""
+    """Counts to three. In every group of four, the second game runs `act` in its second step."""
 
     act = None
     made: list["AsyncGame"]
@@ -88,7 +88,7 @@ def episodes_of(groups):
 
 
 def test_it_plays_as_plain_functions_do_in_the_threads_of_its_caller():
-    """With a real model, bit for bit; the environments are used again."""
+    """With a real model, bit for bit. Environments are reused."""
     idents = set()
 
     async def step(self, response):
@@ -103,8 +103,8 @@ def test_it_plays_as_plain_functions_do_in_the_threads_of_its_caller():
         groups, stats = play(coroutines)
         wanted, _ = play(plain)
         assert stats.failures == []
-        for episode, other in zip(episodes_of(groups), episodes_of(wanted), strict=True):
-            assert episode.turns == other.turns
+        for episode, wanted_episode in zip(episodes_of(groups), episodes_of(wanted), strict=True):
+            assert episode.turns == wanted_episode.turns
             assert len(episode.turns) == 3
     assert idents == {threading.get_ident()}
     assert len(games.made) == 8
@@ -114,13 +114,13 @@ def test_it_plays_as_plain_functions_do_in_the_threads_of_its_caller():
 
 
 def test_set_up_of_all_is_at_the_same_time_and_needs_no_threads():
-    begun = 0
+    started_count = 0
     all_begun = asyncio.Event()
 
     async def reset(self, task):
-        nonlocal begun
-        begun += 1
-        if begun == 200:
+        nonlocal started_count
+        started_count += 1
+        if started_count == 200:
             all_begun.set()
         await all_begun.wait()
         return Game.reset(self, task)
@@ -128,11 +128,12 @@ def test_set_up_of_all_is_at_the_same_time_and_needs_no_threads():
     rollouts = rollouts_of(game(reset=reset), threads=1)
     groups, stats = play(rollouts, groups=50)
     assert stats.failures == []
-    assert len(episodes_of(groups)) == begun == 200
+    assert len(episodes_of(groups)) == started_count == 200
 
 
 def test_plain_environments_are_made_in_env_threads_threads():
-    """None is made before all twelve are being made, and no more than twelve at once."""
+    """All twelve are being made before the first is finished, and never more than twelve at
+    once."""
     meeting = threading.Barrier(12)
 
     class Meeting(Honest):
@@ -150,7 +151,7 @@ def test_plain_environments_are_made_in_env_threads_threads():
 
 
 def test_processes_make_several_environments_at_the_same_time(tmp_path, monkeypatch):
-    """Each is made when all eight are being made, four in each process."""
+    """No environment is finished before all eight are being made, four in each process."""
     monkeypatch.setenv("DEADLY_MEETING", str(tmp_path))
     config = EnvConfig(name=f"{DEADLY}:Meeting", processes=2, threads=8, step_timeout_s=120)
     factory = make_factory(Config(model=ModelConfig(path="-"), env=config))
@@ -164,7 +165,7 @@ def test_processes_make_several_environments_at_the_same_time(tmp_path, monkeypa
 
 @pytest.mark.parametrize("kind", ["constructor", "reset"])
 def test_the_engine_works_while_an_environment_is_made(kind):
-    """One is made when all other episodes have ended."""
+    """One environment is finished only after all other episodes have ended."""
     others_ended = threading.Event()
 
     class Late(Honest):
@@ -265,11 +266,11 @@ def test_what_it_does_costs_its_own_episode_and_closes_it(capfd, act, reason):
 
 @pytest.mark.parametrize("whose", ["its own", "all"])
 def test_one_that_cancels_tasks_when_it_is_closed_costs_no_other_episode(whose):
-    """After a failure, and at the end of the run."""
+    """It is closed after a failure, and at the end of the run."""
 
     async def close(self):
         current = asyncio.current_task()
-        with suppress(RuntimeError):  # others' tasks cannot be cancelled
+        with suppress(RuntimeError):  # tasks of others cannot be cancelled
             for task in asyncio.all_tasks() - {current}:
                 if whose == "all" or task.trajectory is current.trajectory:
                     task.cancel()
@@ -296,7 +297,8 @@ def test_a_result_of_the_wrong_kind_costs_its_episode():
 
 @pytest.mark.parametrize("error", [UserError("my_game: set MY_KEY"), KeyboardInterrupt()])
 def test_what_the_user_can_fix_and_ctrl_c_end_the_run_and_all_are_closed(error):
-    """The others wait in their steps, which are cancelled first."""
+    """The other environments wait in their steps. Their steps are cancelled before they are
+    closed."""
     cancelled = []
 
     async def step(self, response):
@@ -364,7 +366,7 @@ def test_one_that_blocks_the_loop_is_named_once(capfd, monkeypatch):
 
 
 def test_what_holds_the_loop_does_not_count_as_its_waiting(monkeypatch):
-    """The engine's batches take longer than a step may."""
+    """A batch of the engine takes longer than a step may."""
     monkeypatch.setattr(loop, "HOLD_S", 0.001)
 
     async def step(self, response):
@@ -380,7 +382,7 @@ def test_what_holds_the_loop_does_not_count_as_its_waiting(monkeypatch):
 
 
 def test_a_plain_method_that_may_block_runs_in_a_thread():
-    """A reset that is a plain function, of an environment whose steps are awaited."""
+    """The environment's steps are awaited, but its reset is a plain function."""
     idents = set()
 
     def reset(self, task):

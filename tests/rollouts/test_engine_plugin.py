@@ -1,4 +1,5 @@
-"""An engine of one's own: it plays and trains, `paw plan` asks it, and mistakes are one line."""
+"""A user's own engine plays and trains. `paw plan` asks it for its needs, and mistakes are one
+line."""
 
 import re
 import subprocess
@@ -34,40 +35,42 @@ def settings(tiny_llm, tmp_path):
 
 
 def test_it_plays_and_trains(paw_here, read_metrics, settings, tmp_path):
-    """With `old_logp = "engine"`, so that a wrong log-prob or a wrong entropy ends the run."""
+    """With `old_logp = "engine"`, a wrong log-prob or entropy would end the run."""
     paw_here("train", "quickstart", settings)
-    lines = read_metrics(tmp_path / "run")
-    assert [line["step"] for line in lines] == [0, 1, 2]
-    for line in lines[1:]:
-        assert line["health/env_failures"] == 0 and line["optim/grad_norm"] > 0
-        assert line["health/sampler_mismatch"] < 1e-4
+    logged = read_metrics(tmp_path / "run")
+    assert [metrics["step"] for metrics in logged] == [0, 1, 2]
+    for metrics in logged[1:]:
+        assert metrics["health/env_failures"] == 0
+        assert metrics["optim/grad_norm"] > 0
+        assert metrics["health/sampler_mismatch"] < 1e-4
     text = (tmp_path / "run" / "config.toml").read_text()
-    assert "at_once = 3" in text and "sleep_level" not in text
+    assert "at_once = 3" in text
+    assert "sleep_level" not in text
 
 
 def test_its_settings_are_keys_of_the_engine_section():
     engine = load("quickstart", {"engine.type": SLOW, "engine.at_once": "2"}).engine
     assert engine.settings() == {"at_once": 2}
-    for key, meant in (
+    for key, suggestion in (
         ("engine.at_one", "did you mean"),
         ("engine.sleep_level", "engine.type = 'vllm' has it"),
     ):
-        with pytest.raises(UserError, match=f"unknown key '(--)?{key}'.*{meant}"):
+        with pytest.raises(UserError, match=f"unknown key '(--)?{key}'.*{suggestion}"):
             load("quickstart", {"engine.type": SLOW, key: "1"})
 
 
 def test_keys_that_need_an_ability_ask_the_class():
-    """The built-in ones that have it are named in the message."""
-    able = {"engine.type": f"{FILE}:Able"}
-    assert load("quickstart", {**able, "rollout.ahead": "1"}).rollout.ahead == 1
-    lora = {"lora.rank": "8", "lora.send": "merged", "optim.name": "adamw"}
-    assert load("quickstart", able | lora).lora.send == "merged"
+    """The message names the built-in engines that have the ability."""
+    with_ability = {"engine.type": f"{FILE}:Able"}
+    assert load("quickstart", {**with_ability, "rollout.ahead": "1"}).rollout.ahead == 1
+    lora_settings = {"lora.rank": "8", "lora.send": "merged", "optim.name": "adamw"}
+    assert load("quickstart", with_ability | lora_settings).lora.send == "merged"
     with pytest.raises(UserError, match=r"'rollout\.ahead'; it needs engine\.type = 'server'"):
         load("quickstart", {"engine.type": SLOW, "rollout.ahead": "1"})
     with pytest.raises(
         UserError, match=r"'lora\.send'; it needs engine\.type = 'vllm' or 'server'"
     ):
-        load("quickstart", {"engine.type": SLOW} | lora)
+        load("quickstart", {"engine.type": SLOW} | lora_settings)
 
 
 def test_one_of_ours_needs_a_module_and_a_name(monkeypatch, paw_here):
@@ -81,11 +84,12 @@ def test_one_of_ours_needs_a_module_and_a_name(monkeypatch, paw_here):
 
 def test_a_subclass_of_one_of_ours_has_its_settings():
     engine = load("quickstart", {"engine.type": f"{FILE}:Watched", "engine.max_batch_tokens": "9"})
-    assert engine.engine.max_batch_tokens == 9 and find_engine(engine.engine.type).runs_policy
+    assert engine.engine.max_batch_tokens == 9
+    assert find_engine(engine.engine.type).runs_policy
 
 
 def test_a_refusal_names_the_engine_that_was_chosen():
-    """Also if that is a subclass of one of ours."""
+    """Even if the chosen engine is a subclass of a built-in one."""
     chosen = f"{FILE}:Watched"
     config = load("quickstart", {"engine.type": chosen})
     model = make_model()
@@ -100,30 +104,33 @@ def plan(engine_type, **options):
 
 
 def test_the_plan_asks_it():
-    shared, apart = plan(SLOW), plan(f"{FILE}:Small")
-    copy_gib = 2 * shared.shape.parameters / 2**30
+    shared_gpus = plan(SLOW)
+    own_gpus = plan(f"{FILE}:Small")
+    copy_gib = 2 * shared_gpus.shape.parameters / 2**30
     for phase in ("rollout", "score", "update", "step"):
-        assert shared.phases[phase]["engine"] == pytest.approx(copy_gib)
-        assert "engine" not in apart.phases[phase]
-    assert apart.phases["server"]["engine"] == pytest.approx(copy_gib)
-    assert (shared.engine.engines, apart.engine.engines) == (8, 2)
-    assert apart.seconds["rollout"] > shared.seconds["rollout"]  # fewer sequences at a time
+        assert shared_gpus.phases[phase]["engine"] == pytest.approx(copy_gib)
+        assert "engine" not in own_gpus.phases[phase]
+    assert own_gpus.phases["server"]["engine"] == pytest.approx(copy_gib)
+    assert (shared_gpus.engine.engines, own_gpus.engine.engines) == (8, 2)
+    assert own_gpus.seconds["rollout"] > shared_gpus.seconds["rollout"]  # fewer sequences at a time
 
 
 def test_a_plan_counts_no_time_for_what_is_decoded_elsewhere():
     elsewhere = plan(f"{FILE}:Remote")
     assert elsewhere.seconds["rollout"] == 0 < plan(SLOW).seconds["rollout"]
-    assert elsewhere.fits and elsewhere.served and "server" not in elsewhere.phases
+    assert elsewhere.fits
+    assert elsewhere.served
+    assert "server" not in elsewhere.phases
 
 
 def test_the_plan_prints_it(paw_here):
     for name, line in (("Slow", "training and rollouts: 8 x 80 GB"), ("Small", "servers: 2, each")):
-        words = ("--gpus", "8x80GB", "--engine.type", f"{FILE}:{name}")
-        assert line in paw_here("plan", "alfworld-grpo-paw-7b", *words).stdout
+        arguments = ("--gpus", "8x80GB", "--engine.type", f"{FILE}:{name}")
+        assert line in paw_here("plan", "alfworld-grpo-paw-7b", *arguments).stdout
 
 
 def test_a_pass_gives_the_entropies_that_an_engine_does_not():
-    """The plan counts it."""
+    """The plan counts that pass."""
     from_engine = {"policy.old_logp": "engine", "policy.kl_coef": 0.0}
     seconds = {}
     for name in ("Slow", "Silent"):
@@ -147,10 +154,10 @@ def test_mistakes_are_one_line(paw_here, settings, name, problem):
     settings["engine.type"] = f"{FILE}:{name}"
     if name in ("nothing", "Unfinished", "Gone"):
         del settings["engine.at_once"]
-    done = paw_here("train", "quickstart", settings, code=2)
-    assert done.stderr.count("\n") == 1
-    assert name == "Gone" or done.stderr.startswith(f"paw: engine.type = '{FILE}:{name}': ")
-    assert re.search(problem, done.stderr), done.stderr
+    refused = paw_here("train", "quickstart", settings, code=2)
+    assert refused.stderr.count("\n") == 1
+    assert name == "Gone" or refused.stderr.startswith(f"paw: engine.type = '{FILE}:{name}': ")
+    assert re.search(problem, refused.stderr), refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -165,10 +172,12 @@ def test_mistakes_are_one_line(paw_here, settings, name, problem):
 )
 def test_what_it_raises_is_one_line_that_names_it(paw_here, settings, name, problem):
     settings["engine.type"] = f"{FILE}:{name}"
-    done = paw_here("train", "quickstart", settings, code=2)
-    *_, line = done.stderr.splitlines()
-    assert re.match(rf"paw: engine\.type = '{re.escape(FILE.as_posix())}:{name}': {problem}", line)
-    assert "Traceback" not in done.stderr
+    failed = paw_here("train", "quickstart", settings, code=2)
+    *_, last_line = failed.stderr.splitlines()
+    assert re.match(
+        rf"paw: engine\.type = '{re.escape(FILE.as_posix())}:{name}': {problem}", last_line
+    )
+    assert "Traceback" not in failed.stderr
 
 
 def test_it_has_the_chat():
@@ -180,19 +189,22 @@ def test_it_has_the_chat():
 
 def test_built_in_engines_say_what_they_can():
     transformers, vllm, server = map(find_engine, ("transformers", "vllm", "server"))
-    assert transformers.runs_policy and not vllm.runs_policy
-    assert vllm.shares_card and not server.shares_card
-    assert server.gives_versions and not vllm.gives_versions
+    assert transformers.runs_policy
+    assert not vllm.runs_policy
+    assert vllm.shares_card
+    assert not server.shares_card
+    assert server.gives_versions
+    assert not vllm.gives_versions
 
 
 def test_built_in_engines_are_known_without_torch():
-    code = (
+    program = (
         "import sys; from paw.config.plugins import BUILT_IN\n"
         "from paw.rollouts.engines import find_engine\n"
         "for name in BUILT_IN['engines']: find_engine(name)\n"
         "sys.exit(not {'torch', 'transformers', 'numpy', 'vllm'}.isdisjoint(sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.slow

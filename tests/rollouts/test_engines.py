@@ -1,5 +1,4 @@
-"""The transformers engine against a loop of full forward passes, and how stale weights are
-noticed."""
+"""The transformers engine equals a loop of full forward passes, and stale weights are noticed."""
 
 import itertools
 import math
@@ -98,20 +97,20 @@ def assert_same(actual, expected):
 
 
 def test_equals_a_loop_of_full_forward_passes():
-    """Each request has its own settings; some answers are one token, some outgrow the cache,
-    some end."""
+    """Each request has its own settings. Some answers are one token, some outgrow the cache, and
+    some end early."""
     model = make_model()
-    ends = {END, 7}
+    end_ids = {END, 7}
     settings = itertools.cycle([(1.0, 12), (0.4, 40), (0.0, 5), (2.0, 1)])
     requests = []
     for request, (temperature, max_tokens) in zip(make_requests(20), settings, strict=False):
         requests.append(replace(request, temperature=temperature, max_tokens=max_tokens))
-    completions = run(TransformersEngine(model, end_ids=ends, max_batch_tokens=400), requests)
+    completions = run(TransformersEngine(model, end_ids=end_ids, max_batch_tokens=400), requests)
     # Rows left the batch at different times.
     assert len({len(finished.token_ids) for finished in completions}) > 3
-    assert 0 < sum(finished.token_ids[-1] in ends for finished in completions) < 20
+    assert 0 < sum(finished.token_ids[-1] in end_ids for finished in completions) < 20
     for request, completion in zip(requests, completions, strict=True):
-        assert_same(completion, naive(model, request, ends))
+        assert_same(completion, naive(model, request, end_ids))
     longest = [replace(request, max_tokens=80) for request in requests[:3]]
     completions = run(TransformersEngine(model, end_ids=()), longest)
     for request, completion in zip(longest, completions, strict=True):
@@ -125,21 +124,21 @@ def test_tokens_depend_on_the_seed_and_not_on_the_batch():
     model = make_model()
     requests = make_requests(16)
     engine = TransformersEngine(model, end_ids={END}, max_batch_tokens=65536)
-    small = TransformersEngine(model, end_ids={END}, max_batch_tokens=150)
+    small_engine = TransformersEngine(model, end_ids={END}, max_batch_tokens=150)
     together = run(engine, requests)
-    in_small_batches = run(small, requests[::-1])[::-1]
+    in_small_batches = run(small_engine, requests[::-1])[::-1]
     for request, batched, reversed_batched in zip(
         requests, together, in_small_batches, strict=True
     ):
         assert_same(batched, run(engine, [request])[0])
         assert_same(batched, reversed_batched)
     other_requests = [replace(request, seed=request.seed + 10**6) for request in requests]
-    for batched, other in zip(together, run(engine, other_requests), strict=True):
-        assert batched.token_ids != other.token_ids
+    for batched, unbatched in zip(together, run(engine, other_requests), strict=True):
+        assert batched.token_ids != unbatched.token_ids
 
 
 def test_sampling_follows_the_distribution():
-    """Over seeds and over positions; never what is impossible."""
+    """Checked over seeds and over positions. Impossible tokens are never sampled."""
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0, 1.5, -0.5, -torch.inf])
     temperature = 0.7
     seeds = torch.arange(2000).numpy().astype("uint64")
@@ -153,18 +152,20 @@ def test_sampling_follows_the_distribution():
     for left, right in ((numbers[:-1], numbers[1:]), (numbers[:, :-1], numbers[:, 1:])):
         correlation = torch.corrcoef(torch.stack([left.flatten(), right.flatten()]))[0, 1]
         assert abs(float(correlation)) < 0.01
-    count = numbers.numel()
+    draw_count = numbers.numel()
     token, logp, entropy = sample(
-        logits.expand(count, -1), torch.full((count,), temperature), numbers.flatten()
+        logits.expand(draw_count, -1), torch.full((draw_count,), temperature), numbers.flatten()
     )
     probabilities = (logits.double() / temperature).softmax(-1)
     counts = torch.bincount(token, minlength=9).double()
-    chi2 = float(((counts - count * probabilities) ** 2 / (count * probabilities))[:8].sum())
-    assert chi2 < 24.3  # 99.9 % quantile at 7 degrees of freedom
+    chi_squared = float(
+        ((counts - draw_count * probabilities) ** 2 / (draw_count * probabilities))[:8].sum()
+    )
+    assert chi_squared < 24.3  # 99.9 % quantile at 7 degrees of freedom
     assert counts[8] == 0
     assert torch.allclose(logp.double(), probabilities.log()[token], atol=1e-6)
     assert torch.allclose(
-        entropy.double(), torch.special.entr(probabilities).sum().expand(count), atol=1e-6
+        entropy.double(), torch.special.entr(probabilities).sum().expand(draw_count), atol=1e-6
     )
     impossible = torch.tensor([[-torch.inf, 1.0, -torch.inf, 0.0, -torch.inf]])
     for uniform in (0.0, 0.5, 1 - 2**-53):
@@ -192,10 +193,12 @@ def test_the_model_is_left_as_it_was_and_its_update_is_seen_at_once():
                 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
             )
     engine.sync((pair for pair in ()), version=7)
-    after = run(engine, requests)
+    after_update = run(engine, requests)
     assert engine.version == 7
-    assert [completion.logp for completion in before] != [completion.logp for completion in after]
-    assert_same(after[0], naive(model, requests[0], {END}))
+    assert [completion.logp for completion in before] != [
+        completion.logp for completion in after_update
+    ]
+    assert_same(after_update[0], naive(model, requests[0], {END}))
 
 
 def test_misuse():
@@ -236,7 +239,7 @@ def test_one_odd_token_of_many_is_tolerated_many_are_stale_weights():
     assert sampler_mismatch(odd_logps, logps)["health/sampler_mismatch"] == 1.0
     with pytest.raises(StaleWeightsError, match=r"stale weights.*0\.5 nats on 10% of 10 tokens"):
         sampler_mismatch(np.append(logps[:9], -3.0), logps[:10])
-    versions = [4, 4, 4, 4, 3]  # the last token is of other weights
+    versions = [4, 4, 4, 4, 3]  # the last token comes from other weights
     samples = [
         Sample(0, 0, 0, [1], [2] * 5, versions=versions, server="http://b"),
         Sample(0, 1, 0, [1], [2] * 95, versions=[4] * 95, server="http://a"),
@@ -260,11 +263,11 @@ def test_stale_weights_say_what_was_compared_and_where_to_look():
     by_server = SampledBy(servers=["http://a"], index=np.array([1], np.int32))
     with pytest.raises(StaleWeightsError) as error:
         sampler_mismatch(np.array([-1.0]), np.array([-3.0]), by_server)
-    assert "`sync`" not in str(error.value)  # which the user has not written
+    assert "`sync`" not in str(error.value)  # a key that the user has not set
 
 
 class TakesTheFirst(TransformersEngine):
-    """Its sync forgets the others."""
+    """Its sync drops all parameters but the first."""
 
     def sync(self, parameters, version):
         next(iter(parameters))
@@ -273,10 +276,10 @@ class TakesTheFirst(TransformersEngine):
 def test_a_sync_that_stops_early_is_named_with_the_parameter():
     model = make_model()
     engine = TakesTheFirst(model, end_ids={END})
-    match = r"sync of TakesTheFirst took 1 of 27 parameters and stopped after 'model.embed_tokens"
-    with pytest.raises(UserError, match=match):
+    message = r"sync of TakesTheFirst took 1 of 27 parameters and stopped after 'model.embed_tokens"
+    with pytest.raises(UserError, match=message):
         push_weights(model, engine, version=1)
-    for own_weights in (False, True):  # takes none, all
+    for own_weights in (False, True):  # takes no parameter, takes all
         push_weights(model, TransformersEngine(model, end_ids={END}, own_weights=own_weights), 1)
 
 
@@ -287,7 +290,7 @@ def test_missing_vllm_names_the_extra(monkeypatch, tmp_path):
         "DO_NOT_TRACK",
         "VLLM_LOGGING_LEVEL",
     ):
-        monkeypatch.setenv(name, "0")  # restores what the import sets
+        monkeypatch.setenv(name, "0")  # restores what the import changes
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r"pip install 'paw-trainer\[vllm\]'"):
         VllmEngine(tmp_path, end_ids=[1], max_model_len=8)
@@ -303,7 +306,7 @@ def test_servers_are_started_with_engine_max_num_seqs(monkeypatch):
         config, "model", device=torch.device("cpu"), ranks=Ranks(), lora=None
     )
     assert command[command.index("--max-num-seqs") + 1] == "9000"
-    # vLLM refuses fewer tokens in a step than sequences.
+    # vLLM requires at least as many tokens per step as sequences.
     assert command[command.index("--max-num-batched-tokens") + 1] == "9000"
 
 
@@ -316,6 +319,6 @@ def test_a_number_of_sequences_that_is_none_is_one_line(value):
 
 
 def test_servers_that_already_run_have_a_number_of_their_own():
-    urls = {"engine.type": "server", "engine.urls": "http://a:1"}
+    server_settings = {"engine.type": "server", "engine.urls": "http://a:1"}
     with pytest.raises(UserError, match=r"engine\.max_num_seqs"):
-        load("alfworld-grpo-paw", urls | {"engine.max_num_seqs": 8})
+        load("alfworld-grpo-paw", server_settings | {"engine.max_num_seqs": 8})

@@ -1,5 +1,5 @@
-"""Episodes with the real engine and real households: reproducible, and a broken environment
-costs its episode alone."""
+"""Episodes with the real engine and real households are reproducible. A broken environment costs
+only its own episode."""
 
 import asyncio
 import itertools
@@ -31,8 +31,8 @@ CONFIG = Config(
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """With two threads the last bits depend on which requests are computed together, and so on
-    their order of arrival."""
+    """With two threads, the last bits depend on which requests are computed together, and therefore
+    on their order of arrival."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -74,7 +74,7 @@ def turns_of(groups, *, except_member=None):
 
 
 def responses_of(groups, **options):
-    """The response ids of each turn."""
+    """The response ids of all turns."""
     return [turn.response_ids.tolist() for turn in turns_of(groups, **options)]
 
 
@@ -83,7 +83,8 @@ def members_of(group):
 
 
 def scripted(model, game_factory=Honest, *, agent=None, config=CONFIG, **faults):
-    """Rollouts of games that count to three; `faults` is what the second of each four does."""
+    """Rollouts of games that count to three. In every group of four, the second game has these
+    faults."""
     game_factory = factory(**faults) if faults else game_factory
     return Rollouts(game_factory(config.env), make_engine(model), make_chat(), config, agent=agent)
 
@@ -98,8 +99,8 @@ def changed(**sections):
 
 
 def test_further_tasks_take_the_place_of_groups_whose_returns_are_all_equal(model):
-    """The same tasks each time, and not more than rollout.refill allows; groups that vary stay
-    as they are."""
+    """Further tasks are the same each time, and at most rollout.refill allows. Groups with
+    different returns stay."""
 
     def sometimes_rewarded(trajectory):
         return float(sum(sum(turn.response_ids) for turn in trajectory.turns) % 4 == 0)
@@ -120,9 +121,9 @@ def test_further_tasks_take_the_place_of_groups_whose_returns_are_all_equal(mode
     def returns(groups):
         return [different_returns(group) for group in groups]
 
-    plain, _ = training(0)
+    without_refill, _ = training(0)
     groups, statistics = training(4)
-    varied = [group for group in plain if different_returns(group) > 1]
+    varied = [group for group in without_refill if different_returns(group) > 1]
     assert 0 < len(varied) < 6 == len(groups)
     assert responses(groups)[: len(varied)] == responses(varied)
     assert min(returns(groups)) > 1
@@ -130,7 +131,7 @@ def test_further_tasks_take_the_place_of_groups_whose_returns_are_all_equal(mode
     assert statistics.metrics()["health/groups_refilled"] == len(statistics.uniform)
     played = [group.task.id for group in groups + statistics.uniform]
     assert len(set(played)) == len(played)
-    assert {group.task.id for group in plain} <= set(played)
+    assert {group.task.id for group in without_refill} <= set(played)
     assert responses(training(4)[0]) == responses(groups)
     later_groups, others = training(4, step=1)
     assert not set(played) & {group.task.id for group in later_groups + others.uniform}
@@ -142,7 +143,7 @@ def test_further_tasks_take_the_place_of_groups_whose_returns_are_all_equal(mode
 def test_an_update_keeps_its_groups_where_no_further_one_varies(model):
     config = changed(rollout={"refill": 2, "group_size": 4})
     played = []
-    # All are won.
+    # All episodes are won.
     groups, statistics = scripted(model, config=config).training(
         0, 2, lambda *done: played.append(done)
     )
@@ -153,8 +154,8 @@ def test_an_update_keeps_its_groups_where_no_further_one_varies(model):
 
 
 def test_turns_carry_what_engine_and_environment_said(rollouts):
-    """Replaying the games gives the same outcomes: nothing is lost between the response's ids
-    and the environment."""
+    """Replaying the responses gives the same outcomes, so nothing is lost between ids and
+    environment."""
     tasks = train_tasks(rollouts.factory, 0, 3, 0)
     progress = []
     groups, statistics = play(
@@ -181,9 +182,9 @@ def test_turns_carry_what_engine_and_environment_said(rollouts):
         for turn in episode.turns:
             assert environment.context() == turn.prompt
             assert environment.step(turn.response) == turn.outcome
-        *earlier, last = episode.turns
-        assert not any(turn.outcome.done for turn in earlier)
-        assert last.outcome.done
+        *earlier_turns, last_turn = episode.turns
+        assert not any(turn.outcome.done for turn in earlier_turns)
+        assert last_turn.outcome.done
         for turn, following in itertools.pairwise(episode.turns):
             assert following.anchor == turn.outcome.observation
     for turn in turns:
@@ -221,7 +222,7 @@ def test_long_prompts_are_cut_and_counted_and_turns_carry_the_weight_version(rol
 
 
 def test_a_failing_episode_is_left_out_and_changes_no_other(model):
-    """A group left with one member is dropped."""
+    """A group with only one member left is dropped."""
     broken = {"step": raises(RuntimeError("broken"))}
     closed = []
     unbroken = play(scripted(model))[0]
@@ -234,13 +235,13 @@ def test_a_failing_episode_is_left_out_and_changes_no_other(model):
     assert statistics.failures == [f"train/0/{number}: RuntimeError: broken" for number in range(3)]
     assert statistics.groups_dropped == 0
     assert len(closed) == 3
-    # The broken environments were replaced, one by a broken one; the others are kept.
+    # Broken environments were replaced, one by another broken one. The others are reused.
     next_groups, statistics = play(rollouts)
     assert len(episodes_of(next_groups)) == 11
     assert len(statistics.failures) == 1
     assert rollouts.factory.made == 15
-    for size, members in ((1, [0, 2]), (2, [1])):
-        groups, statistics = play(scripted(model, **broken), group_size=size)
+    for group_size, members in ((1, [0, 2]), (2, [1])):
+        groups, statistics = play(scripted(model, **broken), group_size=group_size)
         assert [group.task.id for group in groups] == [f"train/0/{number}" for number in members]
         assert statistics.groups_dropped == 3 - len(members)
     rollouts = scripted(model, everywhere=True, **broken, close=raises(OSError("already gone")))
@@ -259,14 +260,15 @@ async def one_fails(env, model):
 
 
 def pretend_other_weights(episode):
-    """As if the weights had changed meanwhile, and without entropies."""
+    """Change turns as if the weights had changed meanwhile and the engine gave no entropies."""
     for turn in episode.turns:
         turn.versions = [7] * len(turn.response_ids)
         turn.entropy = None
 
 
 def assert_blocks(played_by_rank, size):
-    """Each rank played consecutive episodes, all about as many; together all but the failed one."""
+    """Each rank played consecutive episodes, about as many as the others. Together they played all
+    but the failed one."""
     played = []
     counts = []
     for groups, statistics in played_by_rank:
@@ -284,31 +286,35 @@ def assert_blocks(played_by_rank, size):
 
 
 def assert_same_turns(groups, wanted):
-    """Turns are those of one process, but for what `pretend_other_weights` changed."""
+    """The turns equal those of one process, apart from what `pretend_other_weights` changed."""
     members = [episode.member for episode in episodes_of(groups) for _ in episode.turns]
-    for member, ours, theirs in zip(members, turns_of(groups), turns_of(wanted), strict=True):
-        assert ours.prompt_ids.tolist() == theirs.prompt_ids.tolist()
-        assert ours.response_ids.tolist() == theirs.response_ids.tolist()
-        assert ours.outcome == theirs.outcome
-        assert ours.version == theirs.version
-        assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)
+    for member, our_turn, their_turn in zip(
+        members, turns_of(groups), turns_of(wanted), strict=True
+    ):
+        assert our_turn.prompt_ids.tolist() == their_turn.prompt_ids.tolist()
+        assert our_turn.response_ids.tolist() == their_turn.response_ids.tolist()
+        assert our_turn.outcome == their_turn.outcome
+        assert our_turn.version == their_turn.version
+        assert our_turn.sampled_logp == pytest.approx(their_turn.sampled_logp, abs=1e-5)
         if member:
-            assert ours.versions is None
-            assert ours.entropy == pytest.approx(theirs.entropy, abs=1e-5)
+            assert our_turn.versions is None
+            assert our_turn.entropy == pytest.approx(their_turn.entropy, abs=1e-5)
         else:
-            assert ours.versions.tolist() == [7] * len(ours.response_ids)
-            assert ours.entropy is None
+            assert our_turn.versions.tolist() == [7] * len(our_turn.response_ids)
+            assert our_turn.entropy is None
 
 
 @pytest.mark.parametrize(("size", "world"), [(4, 2), (2, 4), (2, 5), (4, 12), (1, 3)])
 def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, world):
-    """The result does not depend on the number of ranks; whether a group is too small is known
-    only when all ranks have reported."""
-    alone = Rollouts(Honest(CONFIG.env), make_engine(model), make_chat(), CONFIG, agent=one_fails)
+    """The result does not depend on the number of ranks. Whether a group is too small is known only
+    after all ranks have reported."""
+    one_rank = Rollouts(
+        Honest(CONFIG.env), make_engine(model), make_chat(), CONFIG, agent=one_fails
+    )
 
     def make_rank(rank):
         return Rollouts(
-            alone.factory,
+            one_rank.factory,
             make_engine(model),
             make_chat(),
             CONFIG,
@@ -317,7 +323,7 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
         )
 
     ranks = [make_rank(rank) for rank in make_ranks(world)]
-    tasks = train_tasks(alone.factory, 0, 3, 0)
+    tasks = train_tasks(one_rank.factory, 0, 3, 0)
     options = {"group_size": size, "temperature": 1.0, "seed": 0, "stream": "train/0"}
     played_by_rank = [rank.play_share(tasks, **options) for rank in ranks]
 
@@ -335,7 +341,7 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
         return gather_turns(groups, rank), rank_statistics, returns
 
     shared = on_all([rank.ranks for rank in ranks], share)
-    wanted, statistics = play(alone, tasks, group_size=size)
+    wanted, statistics = play(one_rank, tasks, group_size=size)
     assert statistics.groups_dropped == (size == 2)
     assert len(statistics.failed) == (size > 1)
     wanted_returns = [episode.episode_return for episode in episodes_of(wanted)]
@@ -359,7 +365,7 @@ def test_environments_are_closed_once(model):
 
 
 def test_environments_that_may_block_step_at_the_same_time(model):
-    """A step of an environment returns only when all twelve are in theirs."""
+    """A step returns only after all twelve environments are in their steps."""
     meeting = threading.Barrier(12)
 
     def meet(game):
@@ -372,7 +378,7 @@ def test_environments_that_may_block_step_at_the_same_time(model):
 
 
 def test_a_continuous_engine_works_on_while_an_environment_steps(model):
-    """The steps of one environment last until all others have finished."""
+    """The steps of one environment last until all other environments have finished."""
     others_finished = threading.Event()
 
     def wait(game):
@@ -390,11 +396,11 @@ def test_a_continuous_engine_works_on_while_an_environment_steps(model):
     assert responses_of(groups, except_member=1) == responses_of(undisturbed, except_member=1)
 
 
-# --- agents: what they see and what becomes of it
+# --- agents: their input, and what becomes of their output
 
 
 def test_a_call_that_continues_another_has_its_ids_and_those_of_the_text(model):
-    """A call that does not fit ends the episode, which counts with what it has."""
+    """A call that does not fit ends the episode. The turns so far count."""
     chat = make_chat()
     texts = [" and so\n", "go on\n", "x" * 300]
 
@@ -416,7 +422,7 @@ def test_a_call_that_continues_another_has_its_ids_and_those_of_the_text(model):
         assert len(episode.turns) == 3
         for text, before, turn in zip(texts, episode.turns, episode.turns[1:], strict=False):
             ids = chat.observation_ids(text, 99)
-            # It had ended its turn: the text is the user's.
+            # The answer had ended its turn, so the text becomes the user's.
             if before.response_ids[-1] in chat.end_ids:
                 ended_count += 1
                 ids = chat.separator_ids + ids + chat.reply_ids
@@ -429,23 +435,23 @@ def test_a_response_ends_at_the_first_token_that_completes_a_stop_string(model):
     chat = make_chat()
     responses = []
 
-    def played(*stop):
+    def played(*stop_strings):
         async def agent(env, model):
             await env.reset()
             while not env.done:
-                responses.append(await model.generate(env.context(), stop=stop))
+                responses.append(await model.generate(env.context(), stop=stop_strings))
                 await env.step(responses[-1])
 
         responses.clear()
         return turns_of(play(scripted(model, agent=agent))[0])
 
     full_turns = played()
-    stop = max((turn.response for turn in full_turns), key=len)[2:5]
-    turns = played("no such text", stop)
+    stop_string = max((turn.response for turn in full_turns), key=len)[2:5]
+    turns = played("no such text", stop_string)
     cut_pairs = [
         (before, turn)
         for before, turn in zip(full_turns, turns, strict=True)
-        if stop in before.response
+        if stop_string in before.response
     ]
     assert cut_pairs
     for before, turn in cut_pairs:
@@ -453,15 +459,17 @@ def test_a_response_ends_at_the_first_token_that_completes_a_stop_string(model):
         assert turn.response_ids.tolist() == before.response_ids[:length].tolist()
         assert turn.sampled_logp == pytest.approx(before.sampled_logp[:length], abs=1e-5)
         assert turn.entropy == pytest.approx(before.entropy[:length], abs=1e-5)
-        assert stop in chat.decode(turn.response_ids)
-        assert stop not in chat.decode(turn.response_ids[:-1])
-    assert sum(response.stop == stop for response in responses) == len(cut_pairs)
-    assert all(stop not in response and response.stop in ("", stop) for response in responses)
+        assert stop_string in chat.decode(turn.response_ids)
+        assert stop_string not in chat.decode(turn.response_ids[:-1])
+    assert sum(response.stop == stop_string for response in responses) == len(cut_pairs)
+    assert all(
+        stop_string not in response and response.stop in ("", stop_string) for response in responses
+    )
 
 
 def test_turns_without_a_step_and_steps_without_a_turn(model):
-    """A thought has an empty outcome; an action that no model was asked for adds its reward to
-    the turn before."""
+    """A thought has an empty outcome. An action without a model call adds its reward to the turn
+    before."""
 
     async def agent(env, model):
         await env.reset()
@@ -529,7 +537,7 @@ def test_an_agent_that_fails_costs_its_episode(model, agent, reason):
 
 
 class AsyncGame(Game):
-    """Awaits inside its steps, and has no anchor."""
+    """Awaits within its steps, and has no anchor."""
 
     inside = most = 0
     anchor = None
@@ -547,7 +555,7 @@ def playing(game):
 
 
 def test_environments_may_be_async_inside_a_running_loop(model):
-    """As in a cell of a notebook."""
+    """As in a notebook cell, where a loop is already running."""
 
     async def cell():
         played = play(scripted(model, playing(AsyncGame)))
@@ -576,9 +584,9 @@ def test_a_reward_over_the_trajectory_takes_the_place_of_the_environments(model,
     groups, statistics = play(scripted(model, config=changed(reward={"type": f"{path}:odd"})))
     assert [members_of(group) for group in groups] == [[0, 3]] * 3
     for episode in episodes_of(groups):
-        value = 2.0 - len(episode.turns[0].response_ids) / 10
-        assert [turn.outcome.reward for turn in episode.turns] == [0.0, 0.0, value]
-        assert episode.episode_return == value
+        expected_return = 2.0 - len(episode.turns[0].response_ids) / 10
+        assert [turn.outcome.reward for turn in episode.turns] == [0.0, 0.0, expected_return]
+        assert episode.episode_return == expected_return
         assert episode.won
     assert (
         "rewards.py:odd' is nan; it must be a number from -1e+06 to 1e+06" in statistics.failures[0]
@@ -587,7 +595,7 @@ def test_a_reward_over_the_trajectory_takes_the_place_of_the_environments(model,
 
 
 class Talk(Game):
-    """The same as a conversation: the user says what is new, the model's answers stay."""
+    """The same game as a conversation: the user says what is new, and the model's answers stay."""
 
     def reset(self, task):
         self.messages = [{"role": "user", "content": "task: put a mug in shelf 1."}]
@@ -606,11 +614,11 @@ class Talk(Game):
 
 
 def test_a_conversation_goes_on_with_its_own_tokens(model):
-    """Its turns share a sequence that already holds the observations; none is encoded again. An
-    answer that was cut at rollout.max_response_tokens is followed by its end token."""
+    """The turns share a sequence that already contains the observations, so none is encoded again.
+    A cut answer (rollout.max_response_tokens) is followed by its end token."""
     chat = make_chat()
     counts = Counter()
-    (end,) = chat.response_ids("")
+    (end_id,) = chat.response_ids("")
     groups = []
     for length in (3, 1):
         config = changed(rollout={"max_response_tokens": length})
@@ -618,12 +626,12 @@ def test_a_conversation_goes_on_with_its_own_tokens(model):
         assert statistics.failures == []
         groups += played
     for episode in episodes_of(groups):
-        for before, after in itertools.pairwise(episode.turns):
-            was_cut = before.response_ids[-1] not in chat.end_ids
-            answer = [*before.response_ids, *[end] * was_cut]
-            user_ids = chat.observation_ids(before.outcome.observation, 99)
-            so_far = [*before.prompt_ids, *answer, *chat.separator_ids, *user_ids]
-            assert after.prompt_ids.tolist() == so_far + chat.reply_ids
+        for earlier, following in itertools.pairwise(episode.turns):
+            was_cut = earlier.response_ids[-1] not in chat.end_ids
+            answer = [*earlier.response_ids, *[end_id] * was_cut]
+            user_ids = chat.observation_ids(earlier.outcome.observation, 99)
+            so_far = [*earlier.prompt_ids, *answer, *chat.separator_ids, *user_ids]
+            assert following.prompt_ids.tolist() == so_far + chat.reply_ids
             counts[was_cut] += 1
     assert counts[True] > 4
     assert counts[False] > 4

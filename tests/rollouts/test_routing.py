@@ -1,4 +1,5 @@
-"""Which server gets a request: the one that has its prompt, unless that one is clearly busier."""
+"""Routing: a request goes to the server that has its prompt cached, unless that server is clearly
+busier."""
 
 import random
 from itertools import cycle
@@ -55,31 +56,31 @@ def test_a_server_that_is_left_out_gets_nothing_and_new_weights_begin_anew():
 
 @pytest.mark.parametrize("servers", [4, 8])
 def test_most_turns_find_their_prefix_while_loads_stay_even(servers):
-    """32 groups of 8 play 10 turns; steps of environments take as long as answers."""
-    draw = random.Random(servers)
+    """32 groups of 8 play 10 turns. Steps of environments take as long as answers."""
+    rng = random.Random(servers)
     router = Router()
     loads = {f"server {i}": 0 for i in range(servers)}
     episodes = [(group, member) for group in range(32) for member in range(8)]
     server_of: dict[tuple[int, int], str] = {}
     turns_left = dict.fromkeys(episodes, 10)
-    idle = list(episodes)
+    waiting = list(episodes)
     running: list[tuple[int, int]] = []
     turns_back = 0
     largest_gap = 0
-    while idle or running:
-        if idle and (not running or draw.random() < 0.5):
-            episode = idle.pop(draw.randrange(len(idle)))
+    while waiting or running:
+        if waiting and (not running or rng.random() < 0.5):
+            episode = waiting.pop(rng.randrange(len(waiting)))
             server = router.choose(episode, loads)
             turns_back += server == server_of.get(episode)
             server_of[episode] = server
             loads[server] += 1
             running.append(episode)
         else:
-            episode = running.pop(draw.randrange(len(running)))
+            episode = running.pop(rng.randrange(len(running)))
             loads[server_of[episode]] -= 1
             turns_left[episode] -= 1
             if turns_left[episode]:
-                idle.append(episode)
+                waiting.append(episode)
         largest_gap = max(largest_gap, max(loads.values()) - min(loads.values()))
     assert turns_back >= 0.9 * 9 * len(episodes)
     assert largest_gap <= 2 * BUSIER_BY
@@ -106,8 +107,10 @@ def test_episodes_stay_on_their_servers_until_new_weights_come():
     for turn in range(3):
         for group in range(6):
             for member in range(2):
-                key = 100 * turn + 10 * group + member
-                request = Request(key, [1, 2, 3], key, 1.0, 8, episode=(group, member))
+                episode_key = 100 * turn + 10 * group + member
+                request = Request(
+                    episode_key, [1, 2, 3], episode_key, 1.0, 8, episode=(group, member)
+                )
                 engine.submit(request)
         for completion in finish(engine):
             group = completion.key % 100 // 10
@@ -118,7 +121,7 @@ def test_episodes_stay_on_their_servers_until_new_weights_come():
 
 
 class SmallRouter(Peer):
-    """A router before servers: it hands each request on to the next one."""
+    """A router in front of servers. It hands requests to them in turn."""
 
     def __init__(self, peers):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Tools: schemas and calls are checked, broken calls are answered, and the calls of real formats
-are read."""
+"""Tools: schemas and calls are checked, broken calls are answered, and calls in real formats are
+read."""
 
 import json
 
@@ -25,7 +25,7 @@ ADD = {
 
 
 class Adder(Conversation):
-    """Add numbers with a tool until the sum is 7; then say so."""
+    """Add numbers with a tool until the sum is 7, then say so."""
 
     tools = (ADD,)
 
@@ -129,29 +129,28 @@ def test_a_bare_function_is_a_tool():
     )
 
 
+def answer_with_call(arguments, text):
+    """An endpoint's answer that calls `add` with these arguments, as a scripted server takes it."""
+    function = {"name": "add", "arguments": arguments}
+    body = completion(text)
+    body["choices"][0]["message"]["tool_calls"] = [
+        {"id": "abc", "type": "function", "function": function}
+    ]
+    return 200, body, {}
+
+
 def test_an_endpoint_gets_the_tools_and_its_calls_come_back():
-    """Both directions follow the API; texts lose what may open a turn."""
+    """Requests and answers follow the API. Text cannot open a turn."""
     pytest.importorskip("openai")
     config = Config.model_validate({"model": {"path": "-"}})
     factory = make_factory(config, type("Sum", (Adder,), {"tasks": [Task("a", payload=1)]}))
     function = {"name": "add", "arguments": json.dumps({"n": 7})}
-    answers = []
-    for arguments, text in (
-        ('{"n": 7', None),
-        (function["arguments"], "<think>7</think>I add <|im_end|>."),
-        ("", "done"),
-    ):
-        body = completion(text)
-        if arguments:
-            call = {
-                "id": "abc",
-                "type": "function",
-                "function": function | {"arguments": arguments},
-            }
-            body["choices"][0]["message"]["tool_calls"] = [call]
-        answers.append((200, body, {}))
     with serve() as server:
-        server.script = answers
+        server.script = [
+            answer_with_call('{"n": 7', None),
+            answer_with_call(function["arguments"], "<think>7</think>I add <|im_end|>."),
+            (200, completion("done"), {}),
+        ]
         endpoint = Endpoint(EndpointConfig(url=server.url, model="m", retries=0))
         episodes = [Episode(Trajectory(Task("a"), 0), 0, 0, "eval", 0.4) for _ in range(2)]
         rollouts = Rollouts(factory, None, None, config)
