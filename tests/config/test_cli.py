@@ -1,4 +1,4 @@
-"""The command line: quick help, one line for a mistake, names for runs."""
+"""The command line: help is quick, a mistake is one line, and runs get names."""
 
 import json
 import os
@@ -20,15 +20,15 @@ HEAVY = ("torch", "transformers", "vllm", "textworld", "matplotlib")
 
 
 def mistake(capfd, *words) -> str:
-    """The one line on stderr of a command that exits with 2."""
+    """Run a command that exits with 2. Returns the line that it writes to stderr."""
     assert cli.main(list(map(str, words))) == 2
-    out, err = capfd.readouterr()
-    assert err.startswith("paw: ")
-    assert err.endswith("\n")
-    assert err.count("\n") == 1
-    assert "Traceback" not in err
-    assert not out
-    return err
+    printed, errors = capfd.readouterr()
+    assert errors.startswith("paw: ")
+    assert errors.endswith("\n")
+    assert errors.count("\n") == 1
+    assert "Traceback" not in errors
+    assert not printed
+    return errors
 
 
 def printed_by(capsys, *words) -> str:
@@ -42,9 +42,9 @@ def make_run(folder, name):
 
 
 def test_what_needs_no_torch_loads_none(paw_env, tmp_path):
-    """Help of every command, and mistakes that are found without a model; the allocator is set up
-    before torch."""
-    code = f"""
+    """True for the help of every command and for mistakes that are found without a model. The
+    allocator is set up before torch is imported."""
+    program = f"""
 import contextlib, io, os, sys
 from paw.cli import main
 for words in [[], *([c] for c in {COMMANDS})]:
@@ -60,11 +60,11 @@ with contextlib.suppress(SystemExit):
     main(["--version"])
 print(os.environ["PYTORCH_ALLOC_CONF"], *(m for m in {HEAVY} if m in sys.modules))
 """
-    env = {name: value for name, value in paw_env.items() if "ALLOC_CONF" not in name} | {
+    variables = {name: value for name, value in paw_env.items() if "ALLOC_CONF" not in name} | {
         "HF_HUB_OFFLINE": "1"
     }
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=variables
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"paw {__version__}\nexpandable_segments:True\n", result.stderr
@@ -73,8 +73,8 @@ print(os.environ["PYTORCH_ALLOC_CONF"], *(m for m in {HEAVY} if m in sys.modules
 
 
 def test_help_loads_nothing_but_the_standard_library(paw_env):
-    """So it is quick: `python bench/speed.py` measures how quick."""
-    code = """
+    """This keeps help quick; `python bench/speed.py` measures it."""
+    program = """
 import contextlib, io, sys
 from paw.cli import main
 before = {*sys.modules}  # what .pth files load
@@ -84,7 +84,7 @@ print(*{name.partition(".")[0] for name in sys.modules if name not in before} - 
 print(*(name for name in sys.modules if name.startswith("paw.")))
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=paw_env
+        [sys.executable, "-c", program], capture_output=True, text=True, env=paw_env
     )
     loaded, our_modules = result.stdout.splitlines()
     assert not loaded, result.stderr
@@ -113,16 +113,16 @@ def test_an_allocator_that_the_user_has_set_stays(monkeypatch, name):
 
 def test_a_dry_run_prints_the_resolved_recipe_and_explains_each_key(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("search-zerosearch", "webshop-ppo-paw"):
+    for recipe in ("search-zerosearch", "webshop-ppo-paw"):
         printed = printed_by(
-            capsys, "train", name, "--dry-run", "--optim.lr", "5e-4", "--run.seed=-3"
+            capsys, "train", recipe, "--dry-run", "--optim.lr", "5e-4", "--run.seed=-3"
         )
-        config = load(name, {"run.name": name, "optim.lr": "5e-4", "run.seed": "-3"})
+        config = load(recipe, {"run.name": recipe, "optim.lr": "5e-4", "run.seed": "-3"})
         assert tomllib.loads(printed) == tomllib.loads(dump(config))
         lines = printed.splitlines()
-        for key, (field, needs) in known_keys(config).items():
+        for key, (field, requirement) in known_keys(config).items():
             explained = f"# {meaning(field)}" in lines
-            assert explained == (not needs), key
+            assert explained == (not requirement), key
             assert field.description, key
     assert (
         "# similarity is not set"
@@ -167,7 +167,7 @@ MISTAKES = [
     (["report", "."], "no metrics.jsonl in it"),
     (["doctor", "--kernels", "--json"], "prints no JSON; leave --json out"),
     (["doctor", "--fix"], "unknown option '--fix'"),
-    (["doctor", "--kernel"], "unknown option '--kernel'"),  # half a word is not the whole one
+    (["doctor", "--kernel"], "unknown option '--kernel'"),  # half a word does not match
     (["experiment", "compare", "quickstart", "--report"], "unknown option '--report'"),
     (["report", ".", "--optim.lr", "1"], "unknown option '--optim.lr'; see --help"),
     (["export", "nowhere"], "nowhere: no run directory"),
@@ -178,15 +178,15 @@ MISTAKES = [
 
 def test_a_users_mistake_is_one_line(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for words, reason in MISTAKES:
-        assert reason in mistake(capfd, *words), words
+    for arguments, reason in MISTAKES:
+        assert reason in mistake(capfd, *arguments), arguments
 
 
 def test_an_export_without_a_checkpoint_says_which_is_missing(capfd, tmp_path):
     (tmp_path / "config.toml").write_text('[model]\npath = "quickstart"\n')
     assert f"{tmp_path}: no checkpoint to export; see " in mistake(capfd, "export", str(tmp_path))
-    words = ("export", str(tmp_path), "--checkpoint", "step_000007")
-    assert f"{tmp_path}: no checkpoint step_000007 to export; see " in mistake(capfd, *words)
+    arguments = ("export", str(tmp_path), "--checkpoint", "step_000007")
+    assert f"{tmp_path}: no checkpoint step_000007 to export; see " in mistake(capfd, *arguments)
 
 
 def test_environment_data_that_are_not_there_are_one_line_everywhere(capfd):
@@ -198,12 +198,12 @@ def test_environment_data_that_are_not_there_are_one_line_everywhere(capfd):
 
 
 def test_a_high_rate_of_a_pretrained_model_is_warned_of(capsys):
-    for words, warned in (
+    for arguments, warned in (
         (["--model.path", "a/b"], 1),
         ([], 0),
         (["--model.path", "a/b", "--optim.lr", "1e-6"], 0),
     ):
-        assert cli.main([*TRAIN, "--dry-run", *words]) == 0
+        assert cli.main([*TRAIN, "--dry-run", *arguments]) == 0
         assert (
             capsys.readouterr().err.count(
                 "warning: optim.lr = 0.001 is high for a pretrained model"
@@ -267,7 +267,7 @@ def test_a_run_is_named_after_its_recipe_and_numbered(capsys, tmp_path):
 
     for name in ("quickstart-copy", "quickstart-2-old", "my-quickstart", "quickstart2"):
         make_run(tmp_path, name)
-    (tmp_path / "quickstart").mkdir()  # a folder without a run in it
+    (tmp_path / "quickstart").mkdir()  # a folder that contains no run
     assert name_of() == "quickstart"
     (tmp_path / "quickstart").rmdir()
     for name in (
@@ -275,7 +275,7 @@ def test_a_run_is_named_after_its_recipe_and_numbered(capsys, tmp_path):
         "quickstart-2",
         "quickstart-9",
         "quickstart-10",
-    ):  # by number, not by letter
+    ):  # sorted as numbers, not as text
         make_run(tmp_path, name)
     assert name_of() == "quickstart-11"
     assert name_of("quickstart", "--resume", "auto") == "quickstart-10"

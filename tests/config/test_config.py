@@ -1,4 +1,4 @@
-"""Recipes, overrides, plug-ins, and mistakes that are named in one line before anything is
+"""Recipes, overrides and plug-ins. Each mistake is reported in one line before anything is
 loaded."""
 
 import subprocess
@@ -20,7 +20,7 @@ MODEL = '[model]\npath = "some/model"\n'
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Writes a recipe; returns its path."""
+    """Write a recipe. Returns its path."""
 
     def write(text=MODEL, name="mine"):
         path = tmp_path / f"{name}.toml"
@@ -69,17 +69,17 @@ MEANT = {
 
 
 def test_an_unknown_key_is_refused_with_what_was_meant(recipe):
-    for wrong, meant in MEANT.items():
-        section, _, name = wrong.rpartition(".")
+    for misspelt, suggestion in MEANT.items():
+        section, _, name = misspelt.rpartition(".")
         header = f"[{section}]\n" if section else ""
         path = recipe(f"{header}{name} = 1\n{MODEL}")
         assert problem(path) in (
-            f"{path}: unknown key '{key}'{meant}" for key in (wrong, section or wrong)
+            f"{path}: unknown key '{key}'{suggestion}" for key in (misspelt, section or misspelt)
         )
-        message = problem(recipe(), {wrong: "1"})
+        message = problem(recipe(), {misspelt: "1"})
         assert (
             message.removeprefix("command line: unknown key '").replace("--", "")
-            == f"{wrong}'{meant}"
+            == f"{misspelt}'{suggestion}"
         )
 
 
@@ -125,10 +125,10 @@ def test_a_choice_leaves_the_keys_of_the_one_before_it_behind(recipe):
 
 
 def test_a_choice_keeps_the_keys_that_mean_the_same_to_both(recipe):
-    """Those with the same default. GiGPO's gamma is per turn, PPO's per token."""
-    gigpo = load(recipe(MODEL + '[advantage]\ntype = "gigpo"\nnorm_std = false\n'))
-    assert gigpo.advantage.settings()["gamma"] == 0.95
-    path = recipe(dump(gigpo), name="config")  # of a run: it holds every key
+    """Only keys with the same default are kept: GiGPO's gamma is per turn, PPO's per token."""
+    gigpo_config = load(recipe(MODEL + '[advantage]\ntype = "gigpo"\nnorm_std = false\n'))
+    assert gigpo_config.advantage.settings()["gamma"] == 0.95
+    path = recipe(dump(gigpo_config), name="config")  # a run's configuration, which has every key
     assert load(path, {"advantage.type": "ppo"}).advantage.settings()["gamma"] == 1.0
     assert load(path, {"advantage.type": "grpo"}).advantage.settings()["norm_std"] is False
 
@@ -209,8 +209,8 @@ def test_overrides(recipe):
     )
     for key, text, expected in OVERRIDES:
         config = load(path, {key: text})
-        section, _, leaf = key.partition(".")
-        value = getattr(getattr(config, section), leaf)
+        section, _, field_name = key.partition(".")
+        value = getattr(getattr(config, section), field_name)
         assert value == expected
         assert type(value) is type(expected)
         assert config.optim.epochs == 2
@@ -274,7 +274,7 @@ def test_a_recipe_overrides_keys_of_its_bases_in_order(recipe, tmp_path):
 
 def test_a_base_that_cannot_be(recipe):
     recipe('base = "mine.toml"\n', "other")
-    for base, reason in (
+    for base_recipe, reason in (
         ('"quikstart"', "mine.toml: base: unknown recipe 'quikstart': did you mean 'quickstart'?"),
         ('"absent.toml"', "absent.toml: No such file"),
         ('"mine.toml"', "mine.toml: base: 'mine.toml' is itself built on this recipe"),
@@ -287,19 +287,19 @@ def test_a_base_that_cannot_be(recipe):
             "base = ['quickstart', 3]; it must be the name of a recipe, the path of a .toml file",
         ),
     ):
-        assert reason in problem(recipe(f"base = {base}\n{MODEL}"))
+        assert reason in problem(recipe(f"base = {base_recipe}\n{MODEL}"))
 
 
 def test_a_wrong_value_names_the_file_it_is_in(recipe):
-    base = recipe("[wm]\nrho = 2\nalpah = 1\n[lora]\nrank = 1\n", "old")
+    base_recipe = recipe("[wm]\nrho = 2\nalpah = 1\n[lora]\nrank = 1\n", "old")
     path = recipe(f'base = "old.toml"\n{MODEL}')
     assert problem(path, {"wm.rho": "1"}).startswith(
-        f"{base}: unknown key 'wm.alpah'; did you mean"
+        f"{base_recipe}: unknown key 'wm.alpah'; did you mean"
     )
     recipe('[wm]\nrho = 2\n[lora]\nrank = 1\n[advantage]\ntype = "ppo"\n', "old")
-    assert problem(path).startswith(f"{base}: wm.rho = 2: ")
+    assert problem(path).startswith(f"{base_recipe}: wm.rho = 2: ")
     assert problem(path, {"wm.rho": "3"}).startswith("command line: wm.rho = 3: ")
-    assert problem(path, {"wm.rho": "1"}).startswith(f"{base}: lora.rank with")
+    assert problem(path, {"wm.rho": "1"}).startswith(f"{base_recipe}: lora.rank with")
 
 
 # --- plug-ins
@@ -336,7 +336,7 @@ def odd(samples, *, depth: "Nonesuch" = 3): ...
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The current folder, in which mine.py is a file and a module."""
+    """The current folder. It contains mine.py, importable as a file and as a module."""
     (tmp_path / "mine.py").write_text(PLUGINS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -387,13 +387,14 @@ def test_each_kind_of_name(folder, monkeypatch):
         plugins._registered.cache_clear()
 
     first = plugins.load("envs", "mine.py:Maze")
-    assert plugins.load("envs", "mine.py:Maze") is first  # read again where it has changed
+    assert plugins.load("envs", "mine.py:Maze") is first  # read again because it has changed
     (folder / "mine.py").write_text("Maze = 5  # shorter\n")
     assert plugins.load("envs", "mine.py:Maze") == 5
 
 
 def test_what_a_class_is_made_with():
-    """Its section: where it has settings, though it could do without, and where it cannot."""
+    """A class gets its section if it has settings, even if it can do without, or if it needs an
+    argument."""
 
     class Needs:
         def __init__(self, config, depth=3):
@@ -470,16 +471,16 @@ def test_a_wrong_name_says_what_is_wrong(folder):
 
 
 def test_settings_have_descriptions_and_types(folder):
-    maze = plugins.settings(plugins.load("envs", "mine.py:Maze"), "maze", EnvConfig)
-    assert maze.model_fields["depth"].description == "How deep it is."
-    cave = plugins.settings(plugins.load("envs", "mine.py:Cave"), "cave", EnvConfig)
-    settings_made = cave.model_validate({"depth": 4, "max_turns": 7}).model_dump()
-    assert issubclass(cave, EnvConfig)
+    maze_settings = plugins.settings(plugins.load("envs", "mine.py:Maze"), "maze", EnvConfig)
+    assert maze_settings.model_fields["depth"].description == "How deep it is."
+    cave_settings = plugins.settings(plugins.load("envs", "mine.py:Cave"), "cave", EnvConfig)
+    settings_made = cave_settings.model_validate({"depth": 4, "max_turns": 7}).model_dump()
+    assert issubclass(cave_settings, EnvConfig)
     assert settings_made["depth"] == 4
     assert settings_made["max_turns"] == 7
-    best = plugins.settings(plugins.load("advantages", "mine.py:best"), "best")
-    assert best.model_fields["width"].is_required()
-    assert best.model_fields["width"].description == "how far it looks"
+    best_settings = plugins.settings(plugins.load("advantages", "mine.py:best"), "best")
+    assert best_settings.model_fields["width"].is_required()
+    assert best_settings.model_fields["width"].description == "how far it looks"
     assert plugins.settings(len, "len") is Section
     for name, message in (
         ("Listed", "'Listed': Listed.Config must be a subclass of paw.config.Section"),
@@ -498,10 +499,11 @@ def test_settings_have_descriptions_and_types(folder):
 
 
 def test_nothing_is_imported_that_was_not_asked_for():
-    code = "import sys, paw.config.plugins as p; p.names('envs'); p.load('advantages', 'grpo');" + (
+    program = (
+        "import sys, paw.config.plugins as p; p.names('envs'); p.load('advantages', 'grpo');"
         "sys.exit(any(m == 'torch' or m.startswith(('paw.envs', 'paw.agents')) for m in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_a_program_hands_over_what_it_made():
@@ -552,8 +554,7 @@ def test_settings_that_would_do_nothing_or_harm(changes, message):
 
 
 def test_ppo_has_no_groups_whose_penalties_could_be_dropped(recipe):
-    """A recipe that sets both is refused; one that is built on another leaves the other's choice
-    behind."""
+    """A recipe must not set both. A recipe that sets one drops the other that its base sets."""
     path = recipe(MODEL + '[advantage]\ntype = "ppo"\npenalty_only = "drop"\n')
     assert (
         problem(path)
@@ -595,13 +596,15 @@ def test_an_estimator_of_one_s_own_declares_what_it_needs(tmp_path):
     assert "without a baseline" in problem("quickstart", changes("compares", **single))
     for name in ("alone", "judged"):
         chosen = load("quickstart", changes(name, **single))
-        assert chosen.rollout.group_size == 1 and chosen.advantage.penalty_only == "keep"
+        assert chosen.rollout.group_size == 1
+        assert chosen.advantage.penalty_only == "keep"
         for key, value in (("advantage.penalty_only", "drop"), ("rollout.refill", "1")):
             message = problem("quickstart", changes(name, **{key: value}))
             assert message.endswith(f"'{key}'; it needs advantage.type != 'ppo'")
 
     refilled = load("quickstart", changes("compares", **{"rollout.refill": "1"}))
-    assert refilled.rollout.refill == 1 and refilled.advantage.penalty_only == "drop"
+    assert refilled.rollout.refill == 1
+    assert refilled.advantage.penalty_only == "drop"
     critic = {"critic.lr": "1e-3"}
     assert load("quickstart", changes("judged", **critic)).critic.lr == 1e-3
     assert problem("quickstart", changes("alone", **critic)).endswith(
@@ -619,7 +622,7 @@ def test_one_server_is_a_list_of_one():
 
 
 def test_a_loss_has_its_own_clip_and_not_the_one_of_another_loss(recipe, tmp_path):
-    """The quickstart's clip_high is ppo's. What one layer writes together stays together."""
+    """The quickstart's clip_high is for ppo. Keys that one layer sets together stay together."""
 
     def clip(*layers):
         policy = load(*layers).policy
@@ -629,7 +632,8 @@ def test_a_loss_has_its_own_clip_and_not_the_one_of_another_loss(recipe, tmp_pat
     for loss, own in {"cispo": (1.0, 0.28), "gspo": (3e-4, 4e-4), "ppo": (0.2, 0.28)}.items():
         config = load("quickstart", {"policy.loss": loss})
         assert (config.policy.clip_low, config.policy.clip_high) == own
-        assert not warnings(config) and load(recipe(dump(config), loss)) == config
+        assert not warnings(config)
+        assert load(recipe(dump(config), loss)) == config
     path = recipe('base = "quickstart"\n[policy]\nloss = "gspo"\nclip_high = 1e-3\n')
     assert clip(path) == (3e-4, 1e-3)
     assert clip(path, {"policy.loss": "ppo"}) == (0.2, 0.2)
@@ -644,9 +648,9 @@ def test_a_loss_has_its_own_clip_and_not_the_one_of_another_loss(recipe, tmp_pat
         "def plain(logp, entropy, batch):\n    return -batch.advantage * logp\n\n\n"
         "def own_clip(logp, entropy, batch, *, clip_high: float = 3.0):\n    return logp\n"
     )
-    plain = f"{tmp_path / 'own.py'}:plain"
-    assert "clip_high" not in dump(load("quickstart", {"policy.loss": plain}))
-    message = problem("quickstart", {"policy.loss": plain, "policy.clip_high": "0.1"})
+    plain_loss = f"{tmp_path / 'own.py'}:plain"
+    assert "clip_high" not in dump(load("quickstart", {"policy.loss": plain_loss}))
+    message = problem("quickstart", {"policy.loss": plain_loss, "policy.clip_high": "0.1"})
     assert message.endswith("'policy.clip_high'; it needs policy.loss = 'ppo' or 'cispo' or 'gspo'")
     own_clip = load("quickstart", {"policy.loss": f"{tmp_path / 'own.py'}:own_clip"})
     assert own_clip.policy.clip_high == 3.0

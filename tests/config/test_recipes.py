@@ -1,5 +1,5 @@
-"""The packaged recipes: what they say of themselves, the paper's settings, their page, and that
-they fit their GPUs."""
+"""The packaged recipes: their descriptions, the paper's settings, their page, and whether they fit
+their GPUs."""
 
 import json
 import re
@@ -39,17 +39,17 @@ SIZES = {
 
 @cache
 def page() -> dict[str, tuple[str, int, float]]:
-    """docs/recipes.md: recipe -> what it is, on how many GPUs, of how much memory."""
+    """The table of docs/recipes.md: recipe -> (description, number of GPUs, GB per GPU)."""
     rows = re.findall(
         r"^\| (.*) \| (No|One|Two|Four|Eight|Sixteen) GPUs?(?: of (\d+) GB)?[^|]* \| "
         r"`paw train ([\w.-]+)(?: --gpus (\d+))?` \|$",
         PAGE.read_text(encoding="utf-8"), re.MULTILINE,
     )  # fmt: skip
-    for _, number, _, _, gpus in rows:
-        assert int(gpus or 1) == max(1, NUMBERS[number])
+    for _, number_word, _, _, gpu_option in rows:
+        assert int(gpu_option or 1) == max(1, NUMBERS[number_word])
     return {
-        name: (description, NUMBERS[number], float(gib or 0))
-        for description, number, gib, name, _ in rows
+        name: (description, NUMBERS[number_word], float(gib or 0))
+        for description, number_word, gib, name, _ in rows
     }
 
 
@@ -59,22 +59,22 @@ def test_the_page_has_a_row_for_each_recipe():
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_resolves_fits_its_gpus_and_is_what_its_name_and_its_row_say(name):
-    description, gpus, gib = page()[name]
+    description, gpu_count, gpu_gib = page()[name]
     config = load(name)
     assert validate(tomllib.loads(dump(config)), origin="text") == config
     path = RECIPES / f"{name}.toml"
     if path.is_file():
-        first, second, third = path.read_text(encoding="utf-8").splitlines()[:3]
-        assert first.startswith("# ")
-        assert second.startswith("# ")
-        assert not third.startswith("#")
+        first_line, second_line, third_line = path.read_text(encoding="utf-8").splitlines()[:3]
+        assert first_line.startswith("# ")
+        assert second_line.startswith("# ")
+        assert not third_line.startswith("#")
     model = config.model.path
-    if gpus:
-        if model.startswith("runs/"):  # what another recipe has trained
+    if gpu_count:
+        if model.startswith("runs/"):  # a model that another recipe has trained
             model = load(model.split("/")[1]).model.path
-        check_fits(config, shape_of(model), Machine(gpus=gpus, gpu_gib=gib))
-        # As `paw plan` sees it.
-        assert not Plan(config, shape_of(model), gpus=gpus, gpu_gib=gib).reasons()
+        check_fits(config, shape_of(model), Machine(gpus=gpu_count, gpu_gib=gpu_gib))
+        # `paw plan` agrees.
+        assert not Plan(config, shape_of(model), gpus=gpu_count, gpu_gib=gpu_gib).reasons()
     else:
         assert model == "quickstart"
     baseline = name.replace("-paw", "")
@@ -86,8 +86,8 @@ def test_a_recipe_resolves_fits_its_gpus_and_is_what_its_name_and_its_row_say(na
     if description.startswith("Table"):
         assert model.rpartition("/")[2] in description
         assert config.env.name in name
-        for suffix, size in SIZES.items():
-            assert name.endswith(suffix) == (size in description)
+        for suffix, model_size in SIZES.items():
+            assert name.endswith(suffix) == (model_size in description)
         labels = {"ppo": "PPO", "rloo": "RLOO", "gigpo": "GiGPO", "grpo": "GRPO"}
         assert re.search(rf"\b{labels[config.advantage.type]}\b", description)
         _, _, method = description.partition(":")
@@ -97,12 +97,12 @@ def test_a_recipe_resolves_fits_its_gpus_and_is_what_its_name_and_its_row_say(na
 
 def test_each_base_says_what_it_sets():
     for name in base_names():
-        flat, _ = read_recipe(name)
-        assert flat, name
-        assert keys_of(Config, flat), name
+        settings_by_key, _ = read_recipe(name)
+        assert settings_by_key, name
+        assert keys_of(Config, settings_by_key), name
 
 
-BY_BENCHMARK = {  # PaW's settings by benchmark: (ALFWorld, WebShop, search)
+BY_BENCHMARK = {  # PaW's settings for each benchmark: (ALFWorld, WebShop, search)
     "rollout.tasks": (16, 16, 256), "rollout.group_size": (8, 8, 5), "rollout.max_prompt_tokens": (2048, 4096, 4096),
     "rollout.max_response_tokens": (512, 512, 512), "env.max_turns": (50, 15, 4), "env.reward": (10.0, 10.0, 1.0),
     "env.invalid_penalty": (0.1, 0.1, 0.01), "optim.minibatch_samples": (256, 64, 512), "optim.lr": (1e-6, 1e-6, 1e-6),
@@ -120,7 +120,7 @@ def test_the_papers_settings(column, env):
     assert {key: get(config, key) for key in BY_BENCHMARK} == expected
 
 
-# --- what the paper prints
+# --- what the paper states
 
 PRINTED = Path(__file__).parents[3] / "shared" / "data" / "paper" / "tables.json"
 METHODS = {"GRPO": "grpo", "GRPO w/ PaW": "grpo-paw", "GIGPO": "gigpo", "GIGPO w/ PaW": "gigpo-paw"}
@@ -128,7 +128,7 @@ METHODS |= {"Search-R1": "r1", "ZeroSearch": "zerosearch"}
 ABLATIONS = {"GRPO": "grpo", "GRPO w/ PaW": "grpo-paw", "constant lambda = 1": "paw-constant"}
 ABLATIONS |= {"cross-entropy in place of CMAE": "paw-ce"}
 OTHERS = ("search-r1", "search-zerosearch")
-"""Recipes of other papers' methods, which have those papers' settings."""
+"""Recipes for methods of other papers, with the settings of those papers."""
 SETTINGS = {
     "max_prompt": "rollout.max_prompt_tokens", "max_response": "rollout.max_response_tokens",
     "max_turns": "env.max_turns", "lr": "optim.lr", "critic_lr": "critic.lr", "reward": "env.reward",
@@ -153,8 +153,8 @@ def rows_of(printed) -> dict[str, tuple[str, str]]:
     sizes = {"Qwen2.5-7B-Instruct": "-7b"}
     for table, environments in (("table1", ("alfworld", "webshop")), ("table2", ("search",))):
         for row in printed[table]:
-            for env in environments if row["method"] in METHODS else ():
-                rows[f"{env}-{METHODS[row['method']]}{sizes.get(row['base'], '')}"] = (
+            for environment in environments if row["method"] in METHODS else ():
+                rows[f"{environment}-{METHODS[row['method']]}{sizes.get(row['base'], '')}"] = (
                     table,
                     row["base"],
                 )
@@ -164,9 +164,9 @@ def rows_of(printed) -> dict[str, tuple[str, str]]:
         for paw in ("", "-paw"):
             rows[f"webshop-{row['rl'].lower()}{paw}{suffix}"] = ("table3", model)
     for row in printed["table4"]["rows"]:
-        for env in ("alfworld", "webshop"):
+        for environment in ("alfworld", "webshop"):
             rows.setdefault(
-                f"{env}-{ABLATIONS[row['method']]}", ("table4", "Qwen2.5-1.5B-Instruct")
+                f"{environment}-{ABLATIONS[row['method']]}", ("table4", "Qwen2.5-1.5B-Instruct")
             )
     return rows
 
@@ -186,7 +186,7 @@ def test_the_settings_are_those_the_paper_prints(printed):
             continue
         config = load(name)
         expected = dict(printed["hyperparameters"][config.env.name])
-        for key in ("products", "instructions", "trained_on"):  # of the files, which are the user's
+        for key in ("products", "instructions", "trained_on"):  # keys of the user's own files
             expected.pop(key, None)
         if expected.pop("retriever", "") == "E5":
             assert get(config, "env.retriever") == "dense", name
@@ -235,13 +235,15 @@ def test_the_numbers_beside_ours_are_those_the_paper_prints(printed):
         arm = ABLATIONS[row["method"]].replace("grpo-paw", "paw").removeprefix("paw-")
         for env in ("alfworld", "webshop"):
             put(env, "Qwen2.5-1.5B-Instruct", arm, row[env])
-    for arms in numbers.values():  # baselines that are no arm of a comparison
+    for values_by_arm in numbers.values():  # baselines outside the comparison
         for arm in ("r1", "zerosearch"):
-            arms.pop(arm, None)
+            values_by_arm.pop(arm, None)
     assert {
-        (env, model): arms for env, models in PAPER.items() for model, arms in models.items()
+        (env, model): values_by_arm
+        for env, models in PAPER.items()
+        for model, values_by_arm in models.items()
     } == numbers
-    assert {arm for arms in numbers.values() for arm in arms} <= VARIANTS.keys()
+    assert {arm for values_by_arm in numbers.values() for arm in values_by_arm} <= VARIANTS.keys()
 
 
 def test_what_the_variants_change():
@@ -254,25 +256,31 @@ def test_what_the_variants_change():
                 changed[key] = keys.get(key)
         return changed
 
-    paw = "alfworld-grpo-paw"
-    shop = "webshop-grpo-paw"
-    gigpo = {"advantage.type": "gigpo", "advantage.omega": 1.0, "advantage.gamma": 0.95}
-    ce = {"wm.loss": "ce", "wm.rho": None}
+    grpo_recipe = "alfworld-grpo-paw"
+    shop_recipe = "webshop-grpo-paw"
+    gigpo_settings = {"advantage.type": "gigpo", "advantage.omega": 1.0, "advantage.gamma": 0.95}
+    cross_entropy = {"wm.loss": "ce", "wm.rho": None}
     constant = {"wm.weight": 1.0}
-    assert differences("alfworld-paw-ce", paw) == ce
-    assert differences("webshop-paw-ce", shop) == ce
-    assert differences("alfworld-paw-constant", paw) == constant
-    assert differences("webshop-paw-constant", shop) == constant
-    assert differences("alfworld-echo", paw) == {**ce, "wm.weight": 0.05, "wm.alpha": 1.0}
-    assert differences("alfworld-dr-grpo-paw", paw) == {"advantage.norm_std": False}
-    assert differences("alfworld-gigpo-paw", paw) == gigpo
-    rloo = {"advantage.type": "rloo", "advantage.norm_std": None, "advantage.eps": None}
-    assert differences("webshop-rloo-paw", shop) == rloo
-    found = differences("webshop-ppo-paw", shop)
-    others = {
-        key: value for key, value in found.items() if not key.startswith(("advantage.", "critic."))
+    assert differences("alfworld-paw-ce", grpo_recipe) == cross_entropy
+    assert differences("webshop-paw-ce", shop_recipe) == cross_entropy
+    assert differences("alfworld-paw-constant", grpo_recipe) == constant
+    assert differences("webshop-paw-constant", shop_recipe) == constant
+    assert differences("alfworld-echo", grpo_recipe) == {
+        **cross_entropy,
+        "wm.weight": 0.05,
+        "wm.alpha": 1.0,
     }
-    assert found["advantage.type"] == "ppo"
+    assert differences("alfworld-dr-grpo-paw", grpo_recipe) == {"advantage.norm_std": False}
+    assert differences("alfworld-gigpo-paw", grpo_recipe) == gigpo_settings
+    rloo_settings = {"advantage.type": "rloo", "advantage.norm_std": None, "advantage.eps": None}
+    assert differences("webshop-rloo-paw", shop_recipe) == rloo_settings
+    changes = differences("webshop-ppo-paw", shop_recipe)
+    others = {
+        key: value
+        for key, value in changes.items()
+        if not key.startswith(("advantage.", "critic."))
+    }
+    assert changes["advantage.type"] == "ppo"
     assert others == {
         "rollout.tasks": 128,
         "rollout.group_size": 1,

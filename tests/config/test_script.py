@@ -10,16 +10,16 @@ from paw.errors import UserError
 
 
 def run(monkeypatch, main, *words):
-    """The exit code of a script that is started with these words."""
+    """The exit code of a script that is started with these arguments."""
     monkeypatch.setattr(sys, "argv", ["mine.py", *words])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         paw.script(main)
-    return ended.value.code
+    return exited.value.code
 
 
 def test_words_set_keys_after_the_programs_own_changes():
-    words = ["run.updates=3", "--optim.lr", "1e-4", "--env.difficulty=tiny"]
-    config = paw.load("quickstart", words, **{"run.updates": 9, "run.seed": 5})
+    arguments = ["run.updates=3", "--optim.lr", "1e-4", "--env.difficulty=tiny"]
+    config = paw.load("quickstart", arguments, **{"run.updates": 9, "run.seed": 5})
     assert config.run.updates == 3
     assert config.run.seed == 5
     assert config.optim.lr == 1e-4
@@ -46,15 +46,15 @@ def test_what_is_no_configuration_and_no_words_is_named():
 
 
 def test_a_model_is_made_unless_words_name_one():
-    made = []
+    calls = []
 
     def make():
-        made.append(Path("small"))
-        return made[-1]
+        calls.append(Path("small"))
+        return calls[-1]
 
     changes = {"model.path": make}
     assert paw.load("quickstart", ["--model.path", "other"], **changes).model.path == "other"
-    assert not made
+    assert not calls
     assert paw.load("quickstart", ["run.seed=1"], **changes).model.path == "small"
 
 
@@ -63,14 +63,14 @@ def test_a_scripts_mistakes_are_one_line(monkeypatch, capsys):
         return paw.load("quickstart", words)
 
     assert run(monkeypatch, main, "run.updates=3") == 0
-    for words, line in (
+    for words, message in (
         (["run.update=3"], "paw: command line: unknown key '--run.update'; did you mean"),
         (["fast"], "paw: command line: 'fast' sets no key; write --optim.lr 1e-4 or optim.lr=1e-4"),
         (["--run.updates"], "paw: command line: '--run.updates' needs a value"),
     ):
         assert run(monkeypatch, main, *words) == 2
         errors = capsys.readouterr().err
-        assert errors.startswith(line)
+        assert errors.startswith(message)
         assert errors.count("\n") == 1
     assert run(monkeypatch, main, "--help") == 0
     assert capsys.readouterr().out.startswith("A program of one's own takes")
