@@ -1,4 +1,4 @@
-"""Advantages against the worked example of the module and the outputs of the reference code."""
+"""Advantages match the worked example of the module and the outputs of the reference code."""
 
 import json
 from functools import partial
@@ -14,12 +14,12 @@ from paw.types import Sample
 RELATIVE = [name for name in plugins.BUILT_IN["advantages"] if estimator_traits(name).needs_groups]
 """The built-in estimators that compare the episodes of a task."""
 BY_GROUP = [name for name in plugins.BUILT_IN["advantages"] if estimator_traits(name).by_group]
-"""The built-in estimators that compute each group by itself."""
+"""The built-in estimators that treat each group separately."""
 PARITY = Path(__file__).parents[2] / ".." / "shared" / "data" / "parity" / "advantages.json"
 
 
 def advantages(rows, estimator="grpo", **settings):
-    """By the built-in name, with its defaults."""
+    """Advantages of the estimator with this name, with its default settings."""
     return plugins.load("advantages", estimator)(rows, **settings)
 
 
@@ -63,7 +63,7 @@ def test_the_worked_example():
 
 
 def played(*trajectories):
-    """Rows of one group; each trajectory is pairs of anchor and reward."""
+    """Rows of one group. Each trajectory is a list of (anchor, reward)."""
     rows = []
     for trajectory, turns in enumerate(trajectories):
         episode_return = sum(reward for _, reward in turns)
@@ -82,23 +82,23 @@ def played(*trajectories):
 
 
 def test_a_long_win_and_a_short_failure_by_hand():
-    """Three steps that return 1, one step that returns 0."""
+    """Three steps with return 1 and one step with return 0."""
     rows = played([("a", 0.0), ("b", 0.0), ("c", 1.0)], [("a", 0.0)])
     # Over steps 1, 1, 1, 0: mean 3/4, var (3/16 + 9/16) / 3 = 1/4. Over trajectories 1, 0: mean
     # 1/2, var 1/2.
     assert grpo(rows, eps=0.0) == pytest.approx([0.5, 0.5, 0.5, -1.5])
     assert grpo(rows, eps=0.0, stat="trajectories") == pytest.approx([0.5**0.5] * 3 + [-(0.5**0.5)])
-    # Added to the std of 1/2.
+    # eps is added to the std of 1/2.
     assert grpo(rows, eps=0.5) == pytest.approx([0.25, 0.25, 0.25, -0.75])
     assert grpo(rows, norm_std=False) == pytest.approx([0.25, 0.25, 0.25, -0.75])
-    # The score less the mean of the others: 1 - (1 + 1 + 0) / 3 and 0 - 1; of two trajectories 1 -
-    # 0 and 0 - 1.
+    # The score minus the mean of the others: 1 - (1 + 1 + 0) / 3 and 0 - 1. With two trajectories:
+    # 1 - 0 and 0 - 1.
     assert rloo(rows) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
     assert rloo(rows, stat="trajectories") == pytest.approx([1.0, 1.0, 1.0, -1.0])
 
 
 def test_gigpo_with_exact_anchors_by_hand():
-    """A trajectory that passes s1 twice and wins 8, one that gives up there; gamma 1/2."""
+    """One trajectory passes s1 twice and wins 8. The other gives up at s1. gamma is 1/2."""
     rows = played([("s0", 0.0), ("s1", 0.0), ("s1", 8.0)], [("s0", 0.0), ("s1", 0.0)])
     assert step_returns(rows, gamma=0.5) == [2.0, 4.0, 8.0, 0.0, 0.0]
     # Episode: scores 8, 8, 8, 0, 0, mean 4.8: +3.2, -4.8; var (3 3.2^2 + 2 4.8^2) / 4 = 19.2.
@@ -122,10 +122,11 @@ def test_gigpo_with_exact_anchors_by_hand():
 
 
 def test_gigpo_with_similar_anchors_by_hand():
-    """One-step episodes. b is like a (9 of 10 letters: 0.9) and like c, but a and c are not (0.8).
+    """One-step episodes. The middle anchor is similar to the first (9 of 10 letters: 0.9) and to
+    the last, but the first and the last are not similar (0.8).
 
-    Rows are compared with the first anchor of a cluster: c joins where b came first, and is alone
-    where a did.
+    Rows are compared with the first anchor of a cluster. The last turn joins the cluster if the
+    middle one opened it, and stays alone if the first turn did.
     """
     first_turn = ("abcdefghij", 0.0)
     middle_turn = ("abcdefghiX", 6.0)
@@ -138,7 +139,7 @@ def test_gigpo_with_similar_anchors_by_hand():
     assert gigpo_of_similar(played([middle_turn], [first_turn], [last_turn])) == pytest.approx(
         [1 + 1, -5 - 5, 4 + 4]
     )
-    # No two are equal.
+    # All three anchors are different.
     assert gigpo(played([first_turn], [middle_turn], [last_turn]), norm_std=False) == pytest.approx(
         [-5, 1, 4]
     )
@@ -156,7 +157,7 @@ COLUMNS = {
 
 
 def rows_of(case):
-    """The rows of a case; its groups and trajectories have names, ours are numbered."""
+    """The rows of a case. It names groups and trajectories, and we number them."""
     groups: dict[str, int] = {}
     trajectories: dict[str, int] = {}
     rows = []
@@ -205,7 +206,7 @@ def test_groups_do_not_mix():
 
 
 def test_a_group_that_differs_by_penalties_alone_can_be_dropped():
-    """There a penalty of 0.1 reaches full scale."""
+    """In such a group, a penalty of 0.1 is scaled up to a full advantage."""
     failed_group = [make_row(0, t, 0, penalty=0.1 * (t == 2), anchor="s") for t in range(3)]
     mixed_group = [
         make_row(1, 3 + t, 0, episode_return=r, anchor="s") for t, r in enumerate([0.0, 10.0])

@@ -1,4 +1,4 @@
-"""What passes between host and device: one copy a batch, and no read while micro-batches run."""
+"""What passes between host and device: one copy per batch, and no reads while micro-batches run."""
 
 from contextlib import contextmanager
 
@@ -23,11 +23,11 @@ READING_OPERATORS = {
     ATEN.masked_select.default,
     ATEN.equal.default,
 }
-"""Operators whose result, or its shape, the host needs."""
+"""Operators whose result or shape the host needs."""
 SCALE_READ = "aten._local_scalar_dense.default"
 """What the head's backward pass does."""
 READING_METHODS = ("tolist", "numpy", "cpu")
-"""Methods that read without an operator if the tensor is in host memory, as it is here."""
+"""Methods that do not need an operator to read a tensor in host memory, as in these tests."""
 
 
 class DeviceReads(TorchDispatchMode):
@@ -99,8 +99,9 @@ def test_an_optimizer_step_reads_from_the_device_once_and_its_micro_batches_neve
     tmp_path,
     monkeypatch,
 ):
-    """The head is left out. Its forward pass counts the tokens with a gradient, on which its matmuls
-    depend, and its backward pass reads once whether its gradients have to be scaled."""
+    """The head is not counted. Its forward pass reads the number of tokens with a gradient, because
+    the shapes of its matmuls depend on it. Its backward pass reads once whether its gradients have
+    to be scaled."""
     options = {"policy_kl_coef": 0.01, "policy_tis_cap": 2.0, "optim_micro_batch_tokens": 1000}
     config = make_config(start, tmp_path, **options)
     with open_run(config) as run:

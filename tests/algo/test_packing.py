@@ -1,4 +1,4 @@
-"""Mini-batches and micro-batches hold every row once and keep to their budgets."""
+"""Mini-batches and micro-batches contain every row once and stay within their budgets."""
 
 import random
 from functools import partial
@@ -65,8 +65,8 @@ def test_a_row_beyond_the_budget_stands_alone():
 
 @pytest.mark.parametrize("least", [0, 24])
 def test_batches_are_full_and_their_work_is_balanced(least):
-    """At the sizes of the paper's ALFWorld rows. Ranks wait for each other, so their work must be
-    about equal."""
+    """Rows are as long as the paper's ALFWorld rows. Ranks wait for each other, so their work must
+    be about equal."""
     rng = random.Random(0)
     quadratic = 3.3e-5  # Qwen2.5-1.5B
     lengths = [int(min(2560, rng.lognormvariate(6.9, 0.5))) for _ in range(256)]
@@ -80,7 +80,7 @@ def test_batches_are_full_and_their_work_is_balanced(least):
 
 
 def test_attention_counts_in_the_balance():
-    """One row of 90 attends as much as nine of 30."""
+    """One row of 90 tokens costs as much attention as nine rows of 30."""
     lengths = [90, *[30] * 9]
     attending = balanced_batches(lengths, budget=300, least=2, quadratic=1.0)
     assert sorted(sum(lengths[i] for i in batch) for batch in attending) == [90, 270]
@@ -97,7 +97,8 @@ def test_neighbours_in_length_are_padded_together():
 
 @pytest.mark.parametrize("pads", [False, True])
 def test_a_packing_takes_the_configuration_s_budget_and_the_model_s_attention(pads):
-    """Ranks have as many batches as the one that needs most, as the model's attention wants them."""
+    """Every rank has as many batches as the rank that needs the most. The model's attention decides
+    how they are packed."""
     settings = OptimConfig(micro_batch_tokens=100)
     model = SimpleNamespace(pads_sequences=pads, shares_prefixes=False, quadratic=0.5)
     lengths_of = [[3, 90, 40, 41, 10, 60, 59, 7], [50, 20], []]

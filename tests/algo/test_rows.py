@@ -1,4 +1,5 @@
-"""The rows of an update on several ranks: nobody has all, and the update is that of one rank."""
+"""The rows of an update on several ranks: no rank has all of them, yet the update is that of one
+rank."""
 
 import random
 from functools import partial
@@ -37,7 +38,7 @@ SEPARATOR = [9]
 
 
 def make_turn(rng, prompt_ids, *, is_last):
-    """A turn with numbers that tell it from all others."""
+    """A turn whose numbers distinguish it from all others."""
     response = [rng.randrange(20, 99) for _ in range(rng.randrange(1, 5))]
     reward = rng.choice([0.0, 1.0, 0.3]) if is_last else 0.0
     observation = rng.choice(["door", "mug", "a long hall"])
@@ -60,7 +61,8 @@ def encode(text):
 
 
 def make_episode(rng, task, member):
-    """Prompts of one message, or a conversation, in which some observations are not as raw."""
+    """An episode of one-message prompts, or a conversation. Some of its prompts show other
+    observations than the environment returned."""
     turns = []
     turn_count = rng.randrange(1, 6)
     is_conversation = rng.random() < 0.5
@@ -87,7 +89,7 @@ def make_groups(group_count, group_size):
 
 
 def play_share(groups, ranks):
-    """The groups as this rank sees them after the rollout; members are dealt in blocks."""
+    """The groups as this rank sees them after the rollout. Their members are dealt in blocks."""
     group_size = len(groups[0].trajectories)
     own_episodes = range(
         len(groups) * group_size * ranks.rank // ranks.world_size,
@@ -113,7 +115,7 @@ def play_share(groups, ranks):
 
 
 def prepared(groups, ranks, share_prefixes):
-    """The update's samples, as `paw.trainer.prepare` makes them; entropies are the sampler's."""
+    """The update's samples, made as in `paw.trainer.prepare`. The entropies are the sampler's."""
     several = ranks.world_size > 1
     share = partial(
         share_scalars, ranks=ranks, anchors="equality", share_prefixes=share_prefixes != "never"
@@ -150,7 +152,7 @@ def prepared(groups, ranks, share_prefixes):
 
 
 def learnt(groups, share_prefixes, ranks):
-    """What each sample gives to the update: (prediction contexts, targets and what losses read)."""
+    """(scalars of each sample, rows of what the losses read, numbers of micro-batches)."""
     samples, packing = prepared(groups, ranks, share_prefixes)
     scalars = [(s.score, s.advantage, s.entropy, s.wm_weight, s.token_weight) for s in samples]
     assert ranks.world_size == 1 or len(held(samples, ranks)) < len(samples)
@@ -172,7 +174,7 @@ def learnt(groups, share_prefixes, ranks):
 
 
 def rows_of(batch, minibatch, update_samples, step_key):
-    """(step, turn, token, weight, ...) of each target of a micro-batch."""
+    """(step, turn, token, weight, ...) for each target of a micro-batch."""
     if not batch.indices:
         return []
     tokens = token_batch(batch, minibatch, update_samples=update_samples)
@@ -193,7 +195,8 @@ def rows_of(batch, minibatch, update_samples, step_key):
 @pytest.mark.parametrize("share_prefixes", ["never", "auto"])
 @pytest.mark.parametrize(("world", "count", "size"), [(2, 4, 3), (3, 4, 3), (4, 3, 1)])
 def test_an_update_is_that_of_one_rank(world, count, size, share_prefixes):
-    """Uneven shares, more ranks than episodes; advantages, selection and weights to the bit."""
+    """Shares are uneven, or there are more ranks than episodes. Advantages, selection and weights
+    are equal bit for bit."""
     scalars, rows, _ = learnt(make_groups(count, size), share_prefixes, Ranks())
     results = on_all(make_ranks(world), partial(learnt, make_groups(count, size), share_prefixes))
     together = []
@@ -205,7 +208,7 @@ def test_an_update_is_that_of_one_rank(world, count, size, share_prefixes):
 
 
 def test_the_tokens_of_a_group_that_share_prefixes_stay_together():
-    """Each rank computes about as many tokens more than once as one rank does."""
+    """Two ranks together share at least three quarters of the tokens that one rank shares."""
     groups = make_groups(8, 4)
 
     def computed(ranks):
@@ -260,7 +263,7 @@ def test_callbacks_can_have_the_turns_of_all_ranks():
 
 
 def test_a_rank_makes_objects_for_the_turns_it_holds_alone(monkeypatch):
-    """Others' turns are rows of numbers, so a rank's time and memory fall with the ranks."""
+    """Turns of other ranks are rows of numbers, so more ranks need less time and memory each."""
     groups = make_groups(16, 4)
     away_samples = []
     make_away_sample = SharedSamples._away_sample

@@ -1,5 +1,5 @@
-"""Trajectories become samples, one a turn; turns that continue one another share a sequence and
-learn the same."""
+"""Each turn of a trajectory becomes a sample. Turns that continue one another share a sequence, and
+learn the same as if they did not."""
 
 import random
 from dataclasses import replace
@@ -170,7 +170,7 @@ def test_turns_in_one_sequence_learn_as_they_do_one_by_one(wm, norm):
     separate = [replace(sample, continues=False) for sample in samples]
     assert len(sequences(samples, with_observation=wm)) == 6
     assert len(sequences(separate, with_observation=wm)) == 30
-    policy.double()  # the body: its rounding depends on what a sequence is batched with
+    policy.double()  # bfloat16: the body's rounding depends on what a sequence is batched with
     objective = Objective(norm=norm, kl_coef=0.1, entropy_coef=0.01, rho=0.05)
     loss, gradient = packed(policy, samples, objective, update_samples=40, with_observation=wm)
     loss_alone, gradient_alone = packed(
@@ -203,8 +203,8 @@ def test_a_conversation_takes_less_than_half_the_tokens_and_the_world_model_adds
 
 
 def test_a_target_that_is_not_in_the_next_prompt_is_appended():
-    """Turn 2's observation is different in the next prompt: if it is a target, the sequence ends
-    after it."""
+    """The next prompt shows another observation than turn 2 returned. If that observation is a
+    target, the sequence ends after it."""
     policy = tiny_policy()
     samples = prepared(policy, conversation(mangled_steps={2}), wm=True)
     for sample in samples:
@@ -228,8 +228,9 @@ OBJECTIVES = {
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(name, dtype):
-    """Cut answers share their sequence with what follows; loss and gradient are those of each row
-    alone, and those of full logits in float64. Only response tokens count as such."""
+    """Cut answers share their sequence with what follows. Loss and gradient equal those of each row
+    alone and those of full logits in float64. Only the response's own tokens count as response
+    tokens."""
     policy = Policy(make_lm(), dtype=dtype)
     objective = OBJECTIVES[name]
     samples = prepared(policy, conversation(cut_steps={0, 1, 3}), wm=True)

@@ -1,4 +1,4 @@
-"""Properties of the top-alpha selection and of the rows' world-model weights."""
+"""Properties of the top-alpha selection and of the world-model weights of rows."""
 
 import math
 
@@ -25,7 +25,7 @@ def make_row(group, trajectory, entropy, *, episode_return=0.0, penalty=0.0, tar
 
 @st.composite
 def updates(draw):
-    """Rows of up to 5 groups of up to 4 trajectories; few distinct entropies, so that ties
+    """Rows of up to 5 groups of up to 4 trajectories. There are few distinct entropies, so ties
     occur."""
     rows = []
     trajectory = 0
@@ -61,7 +61,7 @@ def test_the_most_uncertain_rows_with_a_target_are_selected(rows, alpha, extra_g
     left_out = set(candidates) - set(chosen)
     for i in chosen:
         assert all((rows[i].entropy, -i) > (rows[j].entropy, -j) for j in left_out)
-    # The selected rows of a group carry lambda_g / G together (PaW Eq. (11)).
+    # Together, the selected rows of a group carry lambda_g / G (PaW Eq. (11)).
     assert len(selection.lambdas) == len(present)
     assert all(0 <= group_weight <= 1 for group_weight in selection.lambdas)
     for group, group_weight in zip(present, selection.lambdas, strict=True):

@@ -1,5 +1,4 @@
-"""The callbacks that come with every run: the view of its progress, samples, the report, and the
-trackers."""
+"""The callbacks of every run: progress, samples, the report and the trackers."""
 
 import io
 import json
@@ -27,7 +26,7 @@ METRICS = {
 
 
 class Stage:
-    """A run as far as a callback sees it."""
+    """The parts of a run that a callback uses."""
 
     def __init__(self, *, updates=20, step=0, is_first_rank=True, directory=None):
         self.config = Config(model=ModelConfig(path="-"), run={"updates": updates})
@@ -85,7 +84,7 @@ def test_time_left_counts_updates_of_this_session_only(monkeypatch):
     view = Progress()
     view.on_start(stage)
     clock[0] += 600.0
-    view.on_update(stage, {"eval/success": 0.4})  # what a stop left out, of the update before
+    view.on_update(stage, {"eval/success": 0.4})  # of update 50, which a stop left out
     clock[0] += 30.0
     stage.step = 51
     view.on_update(stage, {})
@@ -120,7 +119,7 @@ def test_samples_show_what_was_seen_and_expected():
         ):  # the greedy prediction is the most likely token
             assert shown_turn["predicted"].startswith(shown_turn["observation_tokens"][0])
 
-    turn = episode.turns[0]  # what cannot be predicted is left out
+    turn = episode.turns[0]  # what cannot be predicted is not shown
     too_long = Turn(**{**vars(turn), "prompt_ids": turn.prompt_ids.tolist() * 100})
     silent = Turn(
         **{**vars(turn), "outcome": Outcome("", 0.0, True, False, "look", True), "entropy": None}

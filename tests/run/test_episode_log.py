@@ -1,4 +1,4 @@
-"""Training episodes in episodes.jsonl: which ones, and the numbers of their tokens."""
+"""Training episodes in episodes.jsonl: which ones are written, and the numbers of their tokens."""
 
 import math
 
@@ -83,7 +83,7 @@ def test_tokens_have_their_numbers_and_targets_those_of_their_first_step():
     episode_log.start(make_groups())
     selected = sample_of(0, 0, advantage=-0.70711, wm_weight=0.25)
     second_sample = sample_of(3, 1, wm_weight=0.5)
-    logp = torch.arange(-14.0, 0.0)  # of 2 samples with 3 + 4 targets each
+    logp = torch.arange(-14.0, 0.0)  # for 2 samples, each with 3 + 4 targets
     episode_log.observe(logp, batch_of([1, 0], 14), [selected, second_sample])
     episode_log.observe(logp * 0, batch_of([0], 7), [selected])  # a second epoch
     episode_log.finish([selected, second_sample])

@@ -1,4 +1,5 @@
-"""Every metric that the code, the goldens or the pages name is declared in paw/metric_list.py."""
+"""Every metric that appears in the code, the goldens or the pages is declared in
+paw/metric_list.py."""
 
 import ast
 import json
@@ -12,7 +13,7 @@ NAMES = [metric.name for metric in METRICS]
 PREFIXES = sorted({name.partition("/")[0] for name in NAMES})
 NAME = re.compile(rf"(?:{'|'.join(PREFIXES)})/[a-z_]+")
 FAMILIES = ("success/", "eval/success_")
-"""Prefixes of names that end in a kind of task."""
+"""Prefixes of metric names that end in a kind of task."""
 
 
 def undeclared(metric_names):
@@ -45,7 +46,7 @@ def test_names_in_the_goldens_are_declared():
 
 
 def test_names_on_the_pages_are_declared():
-    """In backticks, also several at once: `policy/{loss,kl}`."""
+    """Names stand in backticks, sometimes several in one pair: `policy/{loss,kl}`."""
     for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         text = path.read_text(encoding="utf-8")
         names = set()
@@ -53,5 +54,5 @@ def test_names_on_the_pages_are_declared():
             rf"`({'|'.join(PREFIXES)})/(?:\{{([a-z_,]+)\}}|([a-z_]+))`", text
         ):
             names |= {f"{prefix}/{part}" for part in (group.split(",") if group else [name])}
-        # of an experiment whose code is gone
+        # belongs to an experiment whose code is gone
         assert not undeclared(names) - {"wm/factor"}, path

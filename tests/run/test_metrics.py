@@ -1,4 +1,5 @@
-"""metrics.jsonl, samples.jsonl and episodes.jsonl: what is written, cut back, added, refused."""
+"""metrics.jsonl, samples.jsonl and episodes.jsonl: what is written, truncated, added and
+refused."""
 
 import json
 import math
@@ -40,7 +41,7 @@ def test_values_become_plain_json_and_reach_the_disk(tmp_path, monkeypatch):
         metrics_log.log(1, {"a": math.nan, "b": -math.inf, **scalars, "g": 2})
         metrics_log.sample(1, {"text": "λ \ud800 \u2028 x", "nested": {"values": (1.0, math.inf)}})
         record = {"step": 1, "a": None, "b": None, "c": 0.5, "d": None, "e": 3, "f": None, "g": 2}
-        # Before it is closed.
+        # Values reach the disk before the log is closed.
         assert lines(tmp_path / "run" / "metrics.jsonl") == [record]
         assert metrics_log.history == [record]
         fsync = os.fsync
@@ -90,7 +91,7 @@ def test_an_evaluation_that_a_stop_left_out_is_added_to_its_line(tmp_path):
             },
         )
         metrics_log.sample(0, {"prompt": "a"})
-        # A kill came between the episodes and the line of an evaluation.
+        # The run was killed after it had written the episodes and before the line of an evaluation.
         metrics_log.sample(1, {"prompt": "b"})
     with open_log(tmp_path, resume_step=1) as metrics_log:
         assert metrics_log.evaluated(0)
@@ -130,5 +131,5 @@ def test_a_full_disk_is_one_line(tmp_path):
     with (
         open_log(tmp_path) as metrics_log,
         fails_in_one_line,
-    ):  # nothing is left in a buffer that would fail again
+    ):  # no buffered data can fail again
         metrics_log.log(1, {"reward/mean": 0.5})

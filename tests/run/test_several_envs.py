@@ -1,5 +1,5 @@
-"""Several environments in one run ([[envs]]): whose tasks are played, what is measured of each, and
-what resuming restores."""
+"""Several environments in one run ([[envs]]): which tasks are played, what is measured for each
+environment, and what resuming restores."""
 
 import json
 import sys
@@ -73,7 +73,7 @@ def test_what_rounding_takes_from_an_environment_it_gets_later():
     next_number = {"a": 0, "b": 0, "c": 0}
     for step in range(50):
         for label, numbers in shares.tasks(step, 7).items():
-            assert numbers.start == next_number[label]  # none is left out, none is played twice
+            assert numbers.start == next_number[label]  # no task is skipped or played twice
             next_number[label] = numbers.stop
         exact_shares = {"a": 0.6, "b": 0.3, "c": 0.1}
         for label, share in exact_shares.items():
@@ -344,7 +344,7 @@ def test_an_environment_that_always_breaks_costs_its_own_groups(model):
 
 
 class Twice:
-    """Asks the model twice in each turn, in one episode at a time."""
+    """Asks the model twice in each turn, and plays one episode at a time."""
 
     class Config(AgentConfig):
         """No settings."""
@@ -439,7 +439,8 @@ fails_after: set[int] = set()
 
 
 def harder(step: int, success: dict[str, float]) -> dict[str, float]:
-    """More of the second environment with each update, and the first one by its failures."""
+    """The second environment's share grows with each update. The first one's grows with its
+    failures."""
     if step in fails_after:
         raise KeyError("nothing")
     return {"pick": 1.0 - 0.5 * success["pick"], "look": 0.5 * step}
@@ -454,7 +455,7 @@ def start(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_run_with_a_curriculum_resumes_bit_for_bit(start, tmp_path, monkeypatch):
-    monkeypatch.setitem(plugins.CALLBACKS, "report", "builtins:object")  # takes seconds
+    monkeypatch.setitem(plugins.CALLBACKS, "report", "builtins:object")  # a report takes seconds
 
     def train(name, updates, resume=""):
         config = configure(

@@ -1,5 +1,5 @@
-"""Trackers, by their real packages: project, name and tags, and a resumed run that continues as the
-same one."""
+"""Trackers with their real packages: project, name and tags. A resumed run continues as the same
+run."""
 
 import json
 import math
@@ -20,11 +20,11 @@ from paw.errors import UserError
 
 TRACKING = {"project": "households", "name": "mine", "tags": ["toy", "cpu"]}
 EXPECTED = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 14.0)]
-"""Of the updates that are repeated, what was there first."""
+"""(step, reward) as logged. A repeated update keeps the value that was logged first."""
 
 
 def play(package, folder):
-    """Three updates; then the run is resumed from its first checkpoint, with other numbers."""
+    """Log three updates, then resume from the first checkpoint with other numbers."""
     config = Config(model=ModelConfig(path="-"), run={"trackers": [package]}, tracking=TRACKING)
     for first_step, updates in ((0, (1, 2, 3)), (1, (2, 3, 4))):
         ranks = SimpleNamespace(first=True)
@@ -46,7 +46,8 @@ def play(package, folder):
 
 
 def child(package, folder, **variables):
-    """`play` in a process of its own: these keep threads, processes and settings."""
+    """Run `play` in its own process, because these packages keep threads, processes and
+    settings."""
     command = [sys.executable, __file__, package, str(folder)]
     result = subprocess.run(
         command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
@@ -75,7 +76,7 @@ def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
         for measurement in client.get_metric_history(mlflow_run.info.run_id, "reward/mean")
     ] == EXPECTED
     client.delete_run(mlflow_run.info.run_id)
-    play("mlflow", tmp_path / "run")  # which is no reason to fail
+    play("mlflow", tmp_path / "run")  # which does not fail the run
     assert len(client.search_runs([mlflow_run.info.experiment_id])) == 1
 
 
@@ -124,7 +125,8 @@ def test_wandb_goes_on_with_its_run(tmp_path):
 
 
 def wandb_records(file):
-    """Of an offline run: LevelDB's log format, blocks of 32 KiB, after a head of 7 bytes."""
+    """The records of an offline run. LevelDB's log format: blocks of 32 KiB after a header of 7
+    bytes."""
     from wandb.proto import wandb_internal_pb2 as proto
 
     content = file.read_bytes()
@@ -138,7 +140,7 @@ def wandb_records(file):
         length, fragment_kind = struct.unpack("<HB", content[offset + 4 : offset + 7])
         fragments.append(content[offset + 7 : offset + 7 + length])
         offset += 7 + length
-        if fragment_kind in (1, 4):  # whole, or its last part
+        if fragment_kind in (1, 4):  # a complete record, or the last part of one
             record = proto.Record()
             record.ParseFromString(b"".join(fragments))
             records.append(record)
@@ -153,7 +155,7 @@ def test_tensorboard_has_the_names_in_its_text(tmp_path):
     play("tensorboard", tmp_path)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert events.Tags()["scalars"] == ["reward/mean"]  # not what is no number
+    assert events.Tags()["scalars"] == ["reward/mean"]  # values that are not numbers are left out
     (description,) = {
         event.tensor_proto.string_val[0] for event in events.Tensors("run/text_summary")
     }

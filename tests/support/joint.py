@@ -157,8 +157,8 @@ def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
 
 
 def fill(policy, samples, *, n_groups, alpha):
-    """Gives samples fresh from episodes what the trainer's stages give them. Old log-probs are
-    slightly off the policy's."""
+    """Fill in what the trainer's stages add to the samples of a rollout. Old log-probs are slightly
+    off the policy's."""
     rng = random.Random(1)
     scored = log_probs(policy, samples, Packing(budget=100), temperature=1.0).values()
     for sample, advantage, (logp, entropy) in zip(samples, grpo(samples), scored, strict=True):
@@ -189,7 +189,7 @@ def packed(policy, minibatch, objective, *, update_samples, **options):
 
 
 def packed_in_ranks(policy, minibatch, objective, count, *, update_samples, **options):
-    """`packed` on each of several ranks, among which the trajectories are dealt out in turn."""
+    """`packed` on each of several ranks. The trajectories are dealt out in turn."""
     ranks = make_ranks(count)
     minibatches = on_all(ranks, partial(shared, minibatch))
 
@@ -247,7 +247,8 @@ def token_logps(lm, row, *, temperature=1.0):
 
 
 def dense(policy, minibatch, objective: Objective, *, update_samples):
-    """(loss, gradient, numbers of masked and live observation tokens), full logits in float64."""
+    """(loss, gradient, numbers of masked and unmasked observation tokens), from full logits in
+    float64."""
     lm = copy.deepcopy(policy.lm).double()
     part_size = objective.verl_samples if objective.norm == "verl" else len(minibatch)
     row_parts = [minibatch[i : i + part_size] for i in range(0, len(minibatch), part_size)]

@@ -46,7 +46,7 @@ def make_ranks(count: int) -> list[Together]:
 
 
 def on_all(ranks: list[Together], function: Callable[[Together], Any]) -> list[Any]:
-    """Run `call(rank)` on all ranks at once."""
+    """Run `function(rank)` on all ranks at once."""
     with ThreadPoolExecutor(len(ranks)) as executor:
         return list(executor.map(function, ranks))
 
