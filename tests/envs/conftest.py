@@ -1,4 +1,4 @@
 collect_ignore = [
-    "tau2_real.py",  # for a child only: it needs tau2-bench
-    "verifiers_packages",  # plug-ins; importing them takes seconds in each of the tests' processes
+    "tau2_real.py",  # only a child process uses it, with tau2-bench
+    "verifiers_packages",  # plug-ins; importing them takes seconds per process
 ]

@@ -1,9 +1,9 @@
-"""Plays real tau2-bench, in an interpreter that has it: `python tau2_real.py DOMAIN`; one JSON line
-for each task.
+"""Plays the real tau2-bench, in an interpreter that has it: `python tau2_real.py DOMAIN`. Prints
+one JSON line per task.
 
-The customer is a script in place of the LLM, who states the request and then, once answered,
-leaves; the agent makes the tool calls that the task itself lists, of every tenth task all but
-the last that changes anything.
+The customer is a script instead of an LLM. It states the request and leaves once it is answered.
+The agent makes the tool calls that the task lists. In every tenth task, it omits the last call that
+changes anything.
 """
 
 import json
@@ -19,7 +19,7 @@ from paw.envs.base import eval_tasks
 
 
 def customer(model=None, messages=(), **_):
-    # Roles are swapped: what it said itself.
+    # Roles are swapped: these are the customer's own messages.
     asked = sum(message.role == "assistant" for message in messages)
     return UserMessage(
         role="user", content="###STOP###" if asked else "Hello, I need help.", cost=0.0
@@ -42,7 +42,7 @@ known = {task.id: task for task in registry.get_tasks_loader(sys.argv[1])()}
 tasks = eval_tasks(factory, "train", 0, 0) + eval_tasks(factory, "test", 0, 0)
 for number, task in enumerate(tasks):
     criteria = known[task.payload].evaluation_criteria
-    if criteria.nl_assertions:  # an LLM judges the end
+    if criteria.nl_assertions:  # an LLM judges this criterion
         print(json.dumps({"task": task.id, "judged": True}))
         continue
     environment = factory.make()

@@ -1,5 +1,5 @@
-"""ALFWorld's tasks are pure functions that never mix splits, its prompts those of the paper,
-letter by letter."""
+"""ALFWorld's tasks are pure functions, and splits share none. The prompts are the paper's, letter by
+letter."""
 
 import shutil
 from collections import Counter
@@ -27,35 +27,35 @@ def factory(**settings) -> AlfworldFactory:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Generated games in ALFWorld's layout: 7 for training, 5 unseen."""
-    root = tmp_path / "data" / "json_2.1.1"
+    games_folder = tmp_path / "data" / "json_2.1.1"
     for split, stream, count in (("train", "train", 7), ("valid_unseen", "unseen", 5)):
         for game in generator.games(stream, 0, count, seed=4, difficulty="tiny"):
-            generator.write(game, root / split)
-    return root.parent
+            generator.write(game, games_folder / split)
+    return games_folder.parent
 
 
 # ---- generated games
 
 
 def test_fingerprints_tell_games_apart(folder: Path):
-    tiny = factory(difficulty="tiny").fingerprint()
-    # Whatever the hash seed.
-    assert tiny == "generated tiny pick,look,clean,heat,cool 07ae69029a62b388"
+    tiny_games = factory(difficulty="tiny").fingerprint()
+    # The same with any hash seed.
+    assert tiny_games == "generated tiny pick,look,clean,heat,cool 07ae69029a62b388"
     assert (
         factory(difficulty="full").fingerprint()
         == "generated full pick,look,clean,heat,cool,two 5fd1b4c7fce13577"
     )
-    assert tiny == factory(difficulty="tiny", max_turns=3, style="compact").fingerprint()
-    small, heat = (
+    assert tiny_games == factory(difficulty="tiny", max_turns=3, style="compact").fingerprint()
+    small_games, heat_games = (
         factory(difficulty="small", **kinds).fingerprint() for kinds in ({}, {"kinds": ["heat"]})
     )
-    files = factory(data=folder).fingerprint()
-    assert len({tiny, small, heat, files}) == 4
-    assert files.startswith("alfworld train ")
+    games_of_files = factory(data=folder).fingerprint()
+    assert len({tiny_games, small_games, heat_games, games_of_files}) == 4
+    assert games_of_files.startswith("alfworld train ")
     path = next(folder.glob("json_2.1.1/valid_unseen/*/*/game.tw-pddl"))
     path.write_text(path.read_text() + " ")
     path.parent.parent.rename(path.parent.parent.with_name("pick_and_place_simple-other"))
-    assert factory(data=folder).fingerprint() != files
+    assert factory(data=folder).fingerprint() != games_of_files
 
 
 def test_kinds_and_splits_that_are_not_generated_and_an_engine_that_is_not_installed(monkeypatch):
@@ -104,11 +104,11 @@ def test_an_episode_ends_after_max_turns_and_nonsense_does_nothing():
     games = factory(difficulty="tiny", max_turns=2, style="compact")
     environment = games.make()
     environment.reset(train_tasks(games, 0, 1, seed=0)[0])
-    first = environment.step("dance\n")
-    assert first.observation == "Nothing happens."
-    assert first.action == "dance"
-    assert first.valid is False
-    assert first.done is False
+    first_outcome = environment.step("dance\n")
+    assert first_outcome.observation == "Nothing happens."
+    assert first_outcome.action == "dance"
+    assert first_outcome.valid is False
+    assert first_outcome.done is False
     assert "did:\ndance\nsee:\nNothing happens." in environment.context()
     second = environment.step("look")
     assert second.valid is True
@@ -142,11 +142,11 @@ def test_training_goes_through_the_files_and_evaluation_draws(folder: Path):
     def draw(games, seed):
         return [task.id for task in eval_tasks(games, "valid_unseen", 40, seed=seed)]
 
-    drawn = draw(games, seed=9)
-    assert {*drawn} <= {*all_ids}
-    assert max(Counter(drawn).values()) > 1
-    assert drawn == draw(same_games, seed=9)
-    assert drawn != draw(games, seed=8)
+    drawn_tasks = draw(games, seed=9)
+    assert {*drawn_tasks} <= {*all_ids}
+    assert max(Counter(drawn_tasks).values()) > 1
+    assert drawn_tasks == draw(same_games, seed=9)
+    assert drawn_tasks != draw(games, seed=8)
     kind = sorted({task.kind for task in train_tasks(games, 0, 7, seed=0)})[0]
     one_kind = factory(data=folder, kinds=[kind], eval_split="train")
     assert {task.kind for task in train_tasks(one_kind, 0, 7, seed=0)} == {kind}
@@ -159,7 +159,7 @@ def test_the_index_saves_the_scan_and_sees_new_games(folder: Path, monkeypatch):
         assert len(eval_tasks(factory(data=folder), "valid_unseen", 0, seed=0)) == 5
     for game in generator.games("unseen", 5, 2, seed=4, difficulty="tiny"):
         generator.write(game, folder / "json_2.1.1" / "valid_unseen")
-    # A cache that cannot be written costs another scan.
+    # If the cache cannot be written, the folder is scanned again.
     monkeypatch.setenv("PAW_CACHE", "/dev/null/nowhere")
     assert len(eval_tasks(factory(data=folder), "valid_unseen", 0, seed=0)) == 7
     games = factory(data=folder, eval_split="train")
@@ -178,15 +178,15 @@ def test_bad_data_is_one_line(folder: Path):
     refused("unknown ALFWorld split 'valid'; there are: train, valid_train", eval_split="valid")
     refused(r"unknown ALFWorld split '\.\./train'", split="../train")
     refused(r"holds no game of env\.kinds = \['two'\]", kinds=["two"])
-    games = list(folder.glob("json_2.1.1/valid_unseen/*/*/game.tw-pddl"))
+    game_files = list(folder.glob("json_2.1.1/valid_unseen/*/*/game.tw-pddl"))
     no_games = r"/valid_unseen holds no games .*paw data alfworld --download"
     cut_off = r"game file .*game\.tw-pddl: Invalid JSON.*download the games again"
     for content, message in (("{", cut_off), ('{"solvable": false}', no_games)):
-        for path in games:
+        for path in game_files:
             path.write_text(content)
-            path.parent.parent.touch()  # as a folder whose games changed
+            path.parent.parent.touch()  # like a folder whose games have changed
         refused(message)
-    for path in games:
+    for path in game_files:
         path.unlink()
     refused(no_games)
     for removed, message in (
@@ -248,11 +248,11 @@ def test_paper_later_turn():
         "You should choose an admissible action for current step and present it within <action> </action> tags.\n"
     )
 
-    past = [(f"see {i}", f"do {i}") for i in range(1, 5)]
+    past_turns = [(f"see {i}", f"do {i}") for i in range(1, 5)]
     # Braces in game text are left alone.
-    prompt = PaperStyle().prompt("{task} {0}", past, "{z}", ["look"])
-    shown = "[Observation 3: 'see 3', Action 3: 'do 3']\n[Observation 4: 'see 4', Action 4: 'do 4']\nYou are now"
-    assert shown in prompt
+    prompt = PaperStyle().prompt("{task} {0}", past_turns, "{z}", ["look"])
+    history = "[Observation 3: 'see 3', Action 3: 'do 3']\n[Observation 4: 'see 4', Action 4: 'do 4']\nYou are now"
+    assert history in prompt
     assert "{task} {0}" in prompt
     assert "{z}" in prompt
     assert "already taken 4 step(s). Below are the most recent 2 observations" in prompt
@@ -286,12 +286,12 @@ def test_paper_projection():
             "<think>a</think><action>dance</action><action>help</action>",
             "dance",
             True,
-        ),  # inadmissible, yet well-formed
+        ),  # not admissible, but well-formed
         (
             "<action>look</action></think><think>",
             "look",
             True,
-        ),  # the reference asks for both tags, in any order
+        ),  # the reference requires both tags, in any order
         ("<action>look</action>", "look", False),
         ("<THINK>a</THINK><action>look</action>", "look", False),
         ("<think>a</think><action>look 看</action>", "look 看", False),
@@ -302,7 +302,7 @@ def test_paper_projection():
             "<think>a</think></action><action>look",
             "",
             True,
-        ),  # closed before it opens: nothing between, as there
+        ),  # closed before it opens: as in the reference, nothing is between
         (
             "I would rather GO TO the shelf 1 now, please",
             "er go to the shelf 1 now, please"[-30:],

@@ -1,5 +1,5 @@
-"""Generated household games: the same for the same seed, solvable, of the promised size, never
-in two splits."""
+"""Generated household games are the same for the same seed, can be solved, have the promised size,
+and belong to one split."""
 
 import json
 import random
@@ -57,7 +57,7 @@ def test_splits_never_share_a_game_and_a_stream_can_be_entered_anywhere():
             played = games(split, 0, 100, seed=seed, difficulty="tiny")
             of_split.update(game.scene.content() for game in played)
         contents.append(of_split)
-    assert all(len(content) > 190 for content in contents)  # a split hardly repeats itself
+    assert all(len(content) > 190 for content in contents)  # a split rarely repeats a game
     assert len(set.union(*contents)) == sum(map(len, contents))
 
 
@@ -75,7 +75,7 @@ def test_presets_keep_their_promises(level, kinds, receptacles, objects):
     assert {game.kind for game in played_games} == set(kinds)
     assert DIFFICULTIES[level].kinds == kinds
     for game in played_games:
-        # a bathroom has no more receptacles than its table allows, whatever the preset would like
+        # a bathroom's table limits its receptacles, whatever the preset asks for
         assert min(receptacles[0], 8) <= len(game.scene.receptacles) <= receptacles[1]
         assert objects[0] <= len(game.scene.objects) <= objects[1]
     if level == "tiny":
@@ -84,7 +84,7 @@ def test_presets_keep_their_promises(level, kinds, receptacles, objects):
                 assert game.names[object_id].endswith(" 1")
     if level == "full":
         rooms = {game.scene.floor_plan // 100 for game in played_games}
-        assert rooms == {0, 2, 3, 4}  # all four
+        assert rooms == {0, 2, 3, 4}  # all four kinds of rooms
 
 
 @settings(max_examples=20, deadline=None)
@@ -104,7 +104,7 @@ def test_a_written_game_plays_like_the_one_in_memory(tmp_path_factory, seed, lev
         command = generator.choice(in_memory.admissible)
         assert in_memory.step(command) == from_file.step(command)
         assert in_memory.won == from_file.won
-    # As ALFWorld calls and describes it.
+    # The names and descriptions are ALFWorld's.
     kind, object_, _, parent, scene = path.parent.parent.name.split("-")
     trajectory = json.loads((path.parent / "traj_data.json").read_text())
     parameters = trajectory["pddl_params"]
@@ -113,9 +113,15 @@ def test_a_written_game_plays_like_the_one_in_memory(tmp_path_factory, seed, lev
     target = "toggle_target" if game.kind == "look" else "parent_target"
     assert parameters["object_target"] == object_
     assert parameters[target] == parent
-    data = json.loads(path.read_text())
-    assert data["solvable"] is True
-    assert set(data) == {"pddl_domain", "grammar", "pddl_problem", "solvable", "walkthrough"}
+    trajectory_data = json.loads(path.read_text())
+    assert trajectory_data["solvable"] is True
+    assert set(trajectory_data) == {
+        "pddl_domain",
+        "grammar",
+        "pddl_problem",
+        "solvable",
+        "walkthrough",
+    }
 
 
 def test_every_object_of_a_room_has_a_place_in_it():

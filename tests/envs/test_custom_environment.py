@@ -1,5 +1,5 @@
-"""A user's own environment: classes, objects and factories, the example of the docs, and one
-line for each mistake."""
+"""A user's own environment: classes, objects and factories, the example of the docs. Each mistake
+is one line."""
 
 from pathlib import Path
 
@@ -23,7 +23,8 @@ NAME = f"{EXAMPLE}:Guess"
 
 
 def read_page() -> dict:
-    """What the code blocks of docs/environments.md define, except those in lists."""
+    """The definitions in the code blocks of docs/environments.md, apart from blocks within
+    lists."""
     page: dict = {}
     for block in PAGE_FILE.read_text(encoding="utf-8").split("\n```python\n")[1:]:
         code = block.partition("```")[0]
@@ -69,13 +70,17 @@ def test_an_environment_alone_is_enough(given):
     held_out = eval_tasks(factory, "valid_unseen", 0, 0)
     assert [task.id for task in held_out] == ["11", "21", "31"]
     assert [task.id for task in eval_tasks(factory, "valid_unseen", 2, 5)] == ["31", "21"]
-    epoch = train_tasks(factory, 0, 35, 0)
-    assert {task.id for task in epoch} == {task.id for task in Count.tasks} - {"11", "21", "31"}
-    assert train_tasks(factory, 1, 9, 0) == epoch[9:18] != train_tasks(factory, 1, 9, 1)
+    drawn_tasks = train_tasks(factory, 0, 35, 0)
+    assert {task.id for task in drawn_tasks} == {task.id for task in Count.tasks} - {
+        "11",
+        "21",
+        "31",
+    }
+    assert train_tasks(factory, 1, 9, 0) == drawn_tasks[9:18] != train_tasks(factory, 1, 9, 1)
     environment = factory.make()
     other_environment = factory.make()
     assert environment is not other_environment
-    assert environment.reset(epoch[0])
+    assert environment.reset(drawn_tasks[0])
     assert not hasattr(other_environment, "left")
     with pytest.raises(
         UserError, match=r"has no oracle\(\), which the quickstart's model imitates; set model.path"
@@ -95,7 +100,7 @@ def test_a_factory_says_the_rest():
     assert values == ("counting", 5.0, 0.5, True, "counting 1")
     assert [task.id for task in train_tasks(factory, 2, 2, 7)] == ["train/7/4", "train/7/5"]
     assert len(eval_tasks(factory, "test", 40, 0)) == 40  # drawn with replacement
-    assert len(eval_tasks(factory, "train", 0, 0)) == 256  # of an endless split
+    assert len(eval_tasks(factory, "train", 0, 0)) == 256  # tasks of an endless split
 
 
 class Broken(Count):
@@ -146,7 +151,7 @@ def test_a_penalty_is_a_number():
 
 
 def test_what_is_missing_is_named_in_one_line():
-    for given, message in (
+    for incomplete, message in (
         (type("Game", (Count,), {"tasks": property()}), "Game lacks tasks"),
         (
             type("Game", (), {"tasks": [], "context": 1}),
@@ -156,7 +161,7 @@ def test_what_is_missing_is_named_in_one_line():
         (5, "int lacks tasks, reset"),
     ):
         with pytest.raises(UserError, match=message) as caught:
-            make_factory(configure(), given)
+            make_factory(configure(), incomplete)
         assert str(caught.value).startswith("env = ")
         assert "\n" not in str(caught.value)
 
@@ -201,13 +206,15 @@ def test_training_refuses_it_before_anything_is_loaded(capsys, tmp_path, monkeyp
     assert "Guess lacks context; see docs/environments.md" in error
     assert error.count("\n") == 1
     assert cli.main([*command, "number_game:Guess"]) == 2
-    assert "model.path = '.'" in capsys.readouterr().err  # one step further
+    assert "model.path = '.'" in capsys.readouterr().err  # fails one step later
 
 
 @pytest.mark.slow
 def test_the_examples_of_the_page_keep_the_rules():
-    for given, endless in ((Count, False), (CountFactory, True)):
-        config = load("quickstart", {"env.name": given, "model.path": "-", "env.max_turns": 50})
+    for environment_class, endless in ((Count, False), (CountFactory, True)):
+        config = load(
+            "quickstart", {"env.name": environment_class, "model.path": "-", "env.max_turns": 50}
+        )
         findings = check(Subject(lambda config=config: make_factory(config), config.env))
         assert [finding.seen for finding in findings if not finding.ok] == []
         assert len(findings) == 15

@@ -1,4 +1,4 @@
-"""Environments of gymnasium: one of text, one of named choices, and what is neither."""
+"""gymnasium environments: one with text, one with named choices, and some that are neither."""
 
 import pytest
 from toyworld import Scripted, make_chat

@@ -1,4 +1,4 @@
-"""Question sets through `datasets`: files, folders, columns, splits, scores, tries; and
+"""Question sets loaded through `datasets`: files, folders, columns, splits, scores and tries. Also
 generated maths problems."""
 
 import json
@@ -133,6 +133,14 @@ def test_a_folder_has_splits_and_columns_go_by_keys(tmp_path):
     )
 
 
+WRONG_ROWS = [
+    ({"answer": None}, "'answer' is empty"),
+    ({"answer": ""}, "'answer' is empty"),
+    ({"question": None}, "'question' is empty"),
+    ({"answer": "none"}, "the answer 'none' has no number (env.score = 'number')"),
+]
+
+
 def test_what_is_wrong_with_a_set_is_one_line(tmp_path, monkeypatch):
     good_file = write(tmp_path / "good.jsonl")
     origin = f"env.data = '{good_file}'"
@@ -159,15 +167,8 @@ def test_what_is_wrong_with_a_set_is_one_line(tmp_path, monkeypatch):
     assert refused(write(tmp_path / "a.parquet").rename(tmp_path / "a.txt")).endswith(
         ".parquet, .jsonl, .json, .csv"
     )
-    for number, (row, reason) in enumerate(
-        [
-            ({"answer": None}, "'answer' is empty"),
-            ({"answer": ""}, "'answer' is empty"),
-            ({"question": None}, "'question' is empty"),
-            ({"answer": "none"}, "the answer 'none' has no number (env.score = 'number')"),
-        ]
-    ):
-        path = write(tmp_path / f"{number}.jsonl", [ROWS[0], {**ROWS[1], **row}])
+    for number, (changes, reason) in enumerate(WRONG_ROWS):
+        path = write(tmp_path / f"{number}.jsonl", [ROWS[0], {**ROWS[1], **changes}])
         assert refused(path) == f"env.data = '{path}': train, row 2: {reason}"
     assert "not a regular expression" in refused(
         write(tmp_path / "r.jsonl", [{**ROWS[0], "answer": "("}]), score="regex"
@@ -181,14 +182,16 @@ def test_what_is_wrong_with_a_set_is_one_line(tmp_path, monkeypatch):
     assert "it must be the user's question" in refused(
         write(tmp_path / "ends.jsonl", ends_with_answer)
     )
-    (tmp_path / "broken.jsonl").write_text('{"question": "1')
-    assert refused(tmp_path / "broken.jsonl").startswith(
-        f"env.data = '{tmp_path / 'broken.jsonl'}': "
-    )
-    (tmp_path / "empty.jsonl").write_text("")
-    assert refused(tmp_path / "empty.jsonl").startswith(
-        f"env.data = '{tmp_path / 'empty.jsonl'}': "
-    )
+    broken_file = tmp_path / "broken.jsonl"
+    broken_file.write_text('{"question": "1')
+    assert refused(broken_file).startswith(f"env.data = '{broken_file}': ")
+    empty_file = tmp_path / "empty.jsonl"
+    empty_file.write_text("")
+    assert refused(empty_file).startswith(f"env.data = '{empty_file}': ")
+    check_refused_names_of_the_hub(monkeypatch)
+
+
+def check_refused_names_of_the_hub(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     problem = "there is no such file or folder, it is not in the cache of datasets, and HF_HUB_OFFLINE is set"
     assert refused("openai/gsm8k", subset="main") == f"env.data = 'openai/gsm8k': {problem}"
@@ -278,26 +281,26 @@ def test_a_score_of_ones_own_is_partial_and_speaks(tmp_path):
 
 def test_the_pages_functions_score(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
-    for number, (mark, right, answer, score) in enumerate(
+    for number, (text_around, right, answer, score) in enumerate(
         [
             ("math_verify", "$\\frac{1}{2}$", "0.5", 1.0),
             ("got - wanted", "red green", "red blue", 1 / 3),
         ]
     ):
-        if mark == "math_verify":
+        if text_around == "math_verify":
             pytest.importorskip(
                 "math_verify", reason="the optional package math-verify is not installed"
             )
         (code,) = (
             block
             for block in re.findall(r"  ```python\n(.*?)  ```", page, re.DOTALL)
-            if mark in block
+            if text_around in block
         )
         (tmp_path / f"page{number}.py").write_text(textwrap.dedent(code))
         data_file = write(tmp_path / f"{number}.jsonl", [{"question": "?", "answer": right}])
         set_factory = factory(data_file, score=f"{tmp_path / f'page{number}.py'}:judge")
         threads = make_threads(set_factory, set_factory.config, 4)
-        # a function that hangs costs its episode
+        # a scoring function that hangs costs its episode
         assert threads.count == 4
         assert threads.timeout_s == 60.0
         assert threads.call(
@@ -308,22 +311,22 @@ def test_the_pages_functions_score(tmp_path):
 
 def test_a_set_with_few_answers_can_be_warmed_up_on(tmp_path):
     rows = [{"question": f"Is {n} odd?", "answer": ("no", "yes")[n % 2]} for n in range(30)]
-    few = factory(write(tmp_path / "few.jsonl", rows), score="exact")
-    tasks = few.tasks("warmup", 0)
-    assert {task.id for task in tasks} == {task.id for task in few.tasks("train", 0)}
-    environment = few.make()
+    few_answers = factory(write(tmp_path / "few.jsonl", rows), score="exact")
+    tasks = few_answers.tasks("warmup", 0)
+    assert {task.id for task in tasks} == {task.id for task in few_answers.tasks("train", 0)}
+    environment = few_answers.make()
     for task in (tasks[0], tasks[1]):
         environment.reset(task)
         assert environment.admissible_actions() == ["no", "yes"]
         assert environment.step(environment.oracle()).won
 
     rows = [{"question": f"What is {n} + {n}?", "answer": 2 * n} for n in range(120)]
-    many = factory(write(tmp_path / "many.jsonl", rows))
-    assert many.make().admissible_actions() == []
+    many_answers = factory(write(tmp_path / "many.jsonl", rows))
+    assert many_answers.make().admissible_actions() == []
     with pytest.raises(
         UserError, match=r"among right answers of env\.data: there are more than 100"
     ):
-        many.tasks("warmup", 0)
+        many_answers.tasks("warmup", 0)
 
 
 def test_generated_problems_are_right_and_in_one_split_only():
@@ -334,7 +337,7 @@ def test_generated_problems_are_right_and_in_one_split_only():
         ]
         assert rows[7] == questions.problem(split, 0, 7, operations=4, largest=300)
         assert {row["steps"] for row in rows} == set(questions.STEPS)
-        # Which would often meet.
+        # Such simple problems would often be in two splits by chance.
         simple_problems = (
             questions.problem(split, 0, number, operations=1, largest=5) for number in range(1000)
         )
@@ -343,9 +346,9 @@ def test_generated_problems_are_right_and_in_one_split_only():
     assert not texts["train"] & texts["test"]
     assert not texts["train"] & texts["warmup"]
     assert not texts["test"] & texts["warmup"]
-    maths = make_factory(load("maths-quickstart"))
-    warm_up = warmup_tasks(maths, 0, 5, 0)
-    environment = start(maths, warm_up[0])
+    maths_factory = make_factory(load("maths-quickstart"))
+    warm_up = warmup_tasks(maths_factory, 0, 5, 0)
+    environment = start(maths_factory, warm_up[0])
     assert environment.context() == warm_up[0].payload["question"]
     assert environment.step(environment.oracle()).won
     assert environment.admissible_actions() == [str(answer) for answer in range(1, 11)]
@@ -356,10 +359,10 @@ def test_generated_problems_are_right_and_in_one_split_only():
 
 
 def solved(text: str) -> int:
-    """The answer, read off the words of a problem."""
-    opening, *story, _ = text.replace("?", ".").split(". ")
+    """The answer to a problem, computed from its words."""
+    opening, *sentences, _ = text.replace("?", ".").split(". ")
     amounts = {opening.split()[0]: Fraction(opening.split()[2])}
-    for sentence in story:
+    for sentence in sentences:
         words = sentence.replace(".", "").replace(",", "").split()
         number = Fraction(next(word for word in words if word.isdigit()))
         compared = words[-1] if words[-2] in ("than", "as") else words[0]
@@ -376,5 +379,5 @@ def solved(text: str) -> int:
             "keeps": amount / number,
         }
         amounts[owner] = next(value for word, value in results.items() if word in words)
-    asked = text.rstrip("?").split()[-3]
-    return int(amounts[asked]) if amounts[asked].denominator == 1 else -1
+    quantity = text.rstrip("?").split()[-3]
+    return int(amounts[quantity]) if amounts[quantity].denominator == 1 else -1

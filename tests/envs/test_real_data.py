@@ -1,8 +1,6 @@
-"""Environments on the public files they were made for, where these are at hand (../shared/data):
-nothing is generated.
-
-ALFWorld's official games are in test_alfworld_factory.py, the paper's tables in test_recipes.py.
-"""
+"""Environments on the public files that they were made for, if those are on this machine
+(../shared/data). Nothing is generated here. ALFWorld's official games are in
+test_alfworld_factory.py, and the paper's tables in test_recipes.py."""
 
 import gzip
 import json
@@ -35,15 +33,15 @@ def test_webshops_real_products_are_bought_by_the_buyer():
         WebshopConfig(data=folder, eval_split="test", max_turns=15, nouns="rules")
     )
     held_out = factory.tasks("test", 0)
-    train = factory.tasks("train", 0)
+    train_tasks = factory.tasks("train", 0)
     assert len(factory.catalogue.products) == 100
     assert len(held_out) == 125
-    assert len(train) == 376
-    assert not {task.id for task in held_out} & {task.id for task in train}
+    assert len(train_tasks) == 376
+    assert not {task.id for task in held_out} & {task.id for task in train_tasks}
     environment = factory.make()
     scores = []
-    unmet = set()
-    for task in [*held_out, *train]:
+    unreachable_goals = set()
+    for task in [*held_out, *train_tasks]:
         goal = task.payload.goal
         environment.reset(task)
         while True:
@@ -57,20 +55,20 @@ def test_webshops_real_products_are_bought_by_the_buyer():
         assert outcome.won == (outcome.score == 1.0)
         assert (outcome.reward > 0) == outcome.won
         if not outcome.won:
-            unmet.add(goal.product.asin)
-            # All was chosen as asked.
+            unreachable_goals.add(goal.product.asin)
+            # Everything was chosen as asked.
             assert {*environment.session.options.values()} == {*goal.options.values()}
-    # The score of WebShop itself: it takes "green2" for "green", "antique graywash" for "gray",
-    # "dash kit" for "dash".
-    assert unmet == {"B07MGB73NJ", "B08QRHVS6N", "B09B7G7P58"}
+    # WebShop's own score accepts "green2" for "green", "antique graywash" for "gray" and "dash kit"
+    # for "dash".
+    assert unreachable_goals == {"B07MGB73NJ", "B08QRHVS6N", "B09B7G7P58"}
     assert sum(score == 1.0 for score in scores) == 480
     assert min(scores) >= 2 / 3
 
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
-    """NQ's and HotpotQA's development questions as a test set in the form of Search-R1's, and a
-    factory of them."""
+    """(the development questions of NQ and HotpotQA as a test set in Search-R1's format, a factory
+    for them)."""
     natural_questions = at_hand("search/nq_open_dev.jsonl.gz")
     hotpot = at_hand("search/hotpot_dev_v1_simplified.json.gz")
     folder = tmp_path_factory.mktemp("qa")
@@ -114,15 +112,17 @@ def test_real_questions_are_loaded_as_they_are_and_scored_by_set(questions):
         assert outcome.valid, (task, outcome)
         assert outcome.won == bool(number % 2), (task, outcome)
         played.append((task.kind, outcome.won))
-    table = kind_rows(played)
-    assert {name: row.get("games") for name, row in table.items()} == {
+    rows_by_set = kind_rows(played)
+    assert {name: row.get("games") for name, row in rows_by_set.items()} == {
         "NQ": 3610,
         "HotpotQA": 7405,
         "Avg.": None,
     }
-    assert table["NQ"]["success"] == 0.5
-    assert table["HotpotQA"]["success"] == 3702 / 7405
-    assert table["Avg."]["success"] == fmean(table[name]["success"] for name in ("NQ", "HotpotQA"))
+    assert rows_by_set["NQ"]["success"] == 0.5
+    assert rows_by_set["HotpotQA"]["success"] == 3702 / 7405
+    assert rows_by_set["Avg."]["success"] == fmean(
+        rows_by_set[name]["success"] for name in ("NQ", "HotpotQA")
+    )
 
 
 def test_a_real_question_finds_its_document(questions):
@@ -141,11 +141,11 @@ def test_a_real_question_finds_its_document(questions):
 
 @pytest.mark.slow
 def test_tau2s_retail_tasks_are_won_by_their_own_calls():
-    """`PAW_TAU2_PYTHON`: an interpreter with tau2-bench; `TAU2_DATA_DIR`: the folder "data" of
-    its repository."""
+    """Needs `PAW_TAU2_PYTHON`, an interpreter with tau2-bench, and `TAU2_DATA_DIR`, the folder
+    "data" of its repository."""
     python = os.environ.get("PAW_TAU2_PYTHON")
-    data = os.environ.get("TAU2_DATA_DIR")
-    if not (python and data):
+    data_folder = os.environ.get("TAU2_DATA_DIR")
+    if not (python and data_folder):
         pytest.skip("tau2-bench needs Python 3.12: set PAW_TAU2_PYTHON and TAU2_DATA_DIR")
     script = Path(__file__).with_name("tau2_real.py")
     paths = os.pathsep.join(

@@ -1,4 +1,5 @@
-"""Retrieval in this process: BM25 and dense ranks, the corpus file, what is kept on disk."""
+"""Retrieval in this process: BM25 and dense rankings, the corpus file, and the files kept on
+disk."""
 
 import json
 import math
@@ -61,18 +62,18 @@ def write(path: Path, documents: list[tuple[str, str]]) -> Path:
 
 
 def test_bm25_scores_as_lucene():
-    """By hand: idf = ln(1 + (N - n + 0.5) / (n + 0.5)), times tf / (tf + k1 (1 - b + b length /
-    mean length))."""
-    best, second = Bm25(["red shoes shoes", "red hat", "blue hat"]).top("the red SHOE", 5)
+    """Computed by hand: idf = ln(1 + (N - n + 0.5) / (n + 0.5)), times tf / (tf + k1 (1 - b + b
+    length / mean length))."""
+    best_hit, second_hit = Bm25(["red shoes shoes", "red hat", "blue hat"]).top("the red SHOE", 5)
     red_weight = math.log(1 + 1.5 / 2.5)
     shoe_weight = math.log(1 + 2.5 / 1.5)
     long_norm = 0.9 * (0.6 + 0.4 * 3 / (7 / 3))
     short_norm = 0.9 * (0.6 + 0.4 * 2 / (7 / 3))
-    assert best == (
+    assert best_hit == (
         0,
         pytest.approx(red_weight / (1 + long_norm) + shoe_weight * 2 / (2 + long_norm)),
     )
-    assert second == (1, pytest.approx(red_weight / (1 + short_norm)))
+    assert second_hit == (1, pytest.approx(red_weight / (1 + short_norm)))
 
 
 def test_bm25_splits_words_as_lucene():
@@ -87,7 +88,7 @@ def test_bm25_splits_words_as_lucene():
     ):
         assert [place for place, _ in index.top(query, 9)] == expected, query
     hits = Bm25(["red hat"] * 50 + ["red"] + ["blue"] * 50).top("red", 5)
-    assert [place for place, _ in hits] == [50, 0, 1, 2, 3]  # ties keep the order of the texts
+    assert [place for place, _ in hits] == [50, 0, 1, 2, 3]  # ties keep the order of the documents
     assert Bm25(["the", ""]).top("the red", 3) == []
 
 
@@ -100,17 +101,17 @@ def test_a_saved_index_answers_the_same_and_is_mapped(tmp_path, cache):
         ],
     )
     queries = ["word3 word5", "other17", "nothing", "word0 word0 other70"]
-    first = make_retriever(SearchConfig(corpus=corpus)).search(queries, 7)
+    first_answers = make_retriever(SearchConfig(corpus=corpus)).search(queries, 7)
     index_files = {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
     reloaded = make_retriever(SearchConfig(corpus=corpus))
-    assert reloaded.search(queries, 7) == first
-    assert [len(hits) for hits in first] == [7, 1, 0, 7]
+    assert reloaded.search(queries, 7) == first_answers
+    assert [len(hits) for hits in first_answers] == [7, 1, 0, 7]
     assert index_files
     assert index_files == {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
     assert isinstance(reloaded._index._scores.base, np.memmap) or isinstance(
         reloaded._index._scores, np.memmap
     )
-    assert first[1] == [Hit("d17", "word3 word6 other17", first[1][0].score)]
+    assert first_answers[1] == [Hit("d17", "word3 word6 other17", first_answers[1][0].score)]
 
 
 # --- the corpus
@@ -144,7 +145,7 @@ def test_a_corpus_that_is_damaged_or_not_there_is_named(tmp_path, cache):
         assert reason in str(error.value)
         assert "\n" not in str(error.value)
         assert str(error.value).endswith(" (the last line: is the file cut off?)")
-        assert not list(cache.iterdir())  # nothing half-made is left
+        assert not list(cache.iterdir())  # no partial file is left
     path.write_text("\n")
     with pytest.raises(UserError, match="it contains no documents"):
         Corpus(path)
@@ -179,7 +180,7 @@ def test_e5_gets_its_prefixes(tmp_path):
     assert retriever.search(["cat"], 1)[0][0].score == pytest.approx(
         float(query @ passage), abs=1e-5
     )
-    assert passage @ unprefixed < 0.99  # what it is refused for if the prefix is missing
+    assert passage @ unprefixed < 0.99  # without its prefix, a passage is embedded differently
 
 
 @pytest.fixture
@@ -210,24 +211,24 @@ def test_an_interrupted_dense_index_goes_on_where_it_ended(news, loaded, cache, 
         lambda self, part: written.append(part) or passages(self, part),
     )
     resumed = DenseRetriever(NEWS, ENCODER)
-    assert written == [slice(0, 1), slice(4, 6)]  # the check, and what was missing
+    assert written == [slice(0, 1), slice(4, 6)]  # the check, and the missing part
     assert not list(cache.glob("*.part"))
     assert np.allclose(resumed._vectors_ND, news._vectors_ND, atol=1e-5)
 
 
 def test_search_r1s_index_beside_the_corpus_is_read(tmp_path, cache, news, loaded):
     corpus = write(tmp_path / "wiki.jsonl", NEWS)
-    index = faiss.IndexFlatIP(384)
-    index.add(np.ascontiguousarray(news._vectors_ND))
-    faiss.write_index(index, str(tmp_path / "MiniLM_Flat.index"))
+    flat_index = faiss.IndexFlatIP(384)
+    flat_index.add(np.ascontiguousarray(news._vectors_ND))
+    faiss.write_index(flat_index, str(tmp_path / "MiniLM_Flat.index"))
     retriever = DenseRetriever(Corpus(corpus), ENCODER)
     assert retriever.search(list(PARAPHRASES), 3) == news.search(list(PARAPHRASES), 3)
     assert not list(cache.glob("dense-*"))
-    for name, documents, problem in (
+    for index_file, documents, problem in (
         ("order", NEWS[::-1], "5 x 384"),
         ("count", NEWS[:4], "these 4 documents"),
     ):
-        folder = tmp_path / name
+        folder = tmp_path / index_file
         folder.mkdir()
         (folder / "MiniLM_Flat.index").write_bytes((tmp_path / "MiniLM_Flat.index").read_bytes())
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""Search QA: the generated world, the paper's prompts literally, actions, exact match, episodes,
+"""Search QA: the generated world, the paper's literal prompts, actions, exact match, episodes and
 files."""
 
 import json
@@ -39,7 +39,7 @@ def factory(**changes):
 
 
 def shelf(**documents):
-    """A search that finds the documents whose title is in the query."""
+    """A search that finds the documents whose title occurs in the query."""
     return lambda question, query: [
         Hit(title, f'"{title}"\n{text}', 1.0) for title, text in documents.items() if title in query
     ]
@@ -60,15 +60,15 @@ def episode(question=None, search=None, **changes):
 
 def test_a_world_follows_from_its_seed_and_has_every_kind():
     for entities in (20, 41, 59):
-        small = World(entities, numbered=entities == 41)
-        assert len(small.entities) == entities
-        assert len(small.documents) == entities
-        assert all(split([small]).values())
-        assert {entity.kind for entity in small.entities} == set(RELATIONS)
+        small_world = World(entities, numbered=entities == 41)
+        assert len(small_world.entities) == entities
+        assert len(small_world.documents) == entities
+        assert all(split([small_world]).values())
+        assert {entity.kind for entity in small_world.entities} == set(RELATIONS)
     worlds = [World(40), World(40, seed=1), World(41), World(40, numbered=True)]
     assert digest([World(40)]) == digest(worlds[:1])
     assert len({digest([world]) for world in worlds}) == 4
-    # Of several worlds each is in one split.
+    # If there are several worlds, each belongs to one split.
     splits = split(make_worlds(20, numbered=True, count=10))
     worlds_of_split = {}
     for name, questions in splits.items():
@@ -91,11 +91,11 @@ def test_each_hop_is_a_document_that_names_the_next_and_the_last_the_answer():
         assert len(question.hops) == {"one-hop": 1, "two-hop": 2}[kind]
         assert question.hops[0] in question.text
         assert question.answers[0] not in question.text
-        for title, named in zip(
+        for title, next_title in zip(
             question.hops, [*question.hops[1:], question.answers[0]], strict=True
         ):
-            assert named in documents[title].partition("\n")[2]
-        if kind == "two-hop":  # it takes two documents
+            assert next_title in documents[title].partition("\n")[2]
+        if kind == "two-hop":  # the answer takes two documents
             first_hop, second_hop = question.hops
             assert second_hop not in question.text
             assert first_hop not in documents[second_hop]
@@ -198,18 +198,18 @@ def test_what_is_found_is_told_as_the_search_tool_tells_it():
 
 
 def test_exact_match():
-    for answer, golden, right in (
+    for answer, golden, is_right in (
         ("the Beatles", "Beatles", True),
         ("Beatles, The!", "the beatles", True),
         ("An apple a day", "apple day", True),
         ("1,000", "1000", True),
         ("São Paulo", "são paulo", True),
-        ("the café’s", "café’s", True),  # a typographic apostrophe is no ASCII punctuation
+        ("the café’s", "café’s", True),  # a typographic apostrophe is not ASCII punctuation
         ("U.S.A.", "USA", True),
         ("  two   words\n", "two words", True),
         ("The The", "the the", True),
-        ("theatre", "atre", False),  # articles are whole words
-        ("well-known", "well known", False),  # punctuation goes without a blank
+        ("theatre", "atre", False),  # articles are removed only as whole words
+        ("well-known", "well known", False),  # punctuation is removed without leaving a blank
         ("STRASSE", "straße", False),  # lower(), not casefold()
         ("Sao Paulo", "São Paulo", False),
         ("Nile", "River Nile", False),
@@ -217,7 +217,7 @@ def test_exact_match():
         ("", "The The", False),
         ("?", "A", False),
     ):
-        assert exact_match(answer, ["x", golden]) == right, answer
+        assert exact_match(answer, ["x", golden]) == is_right, answer
     assert not exact_match("", [])
 
 
@@ -247,13 +247,13 @@ def test_an_episode_of_a_search_and_an_answer():
     environment = episode(search=shelf(Nile="<answer>Africa</answer>"), max_turns=3)
     environment.step("<search>Nile</search>")
     assert environment.step("nothing").observation == ""
-    # Finds nothing any more, and words found are no answer.
-    last = environment.step("<search>Nile</search>")
-    assert last.done is True
-    assert last.won is False
-    assert last.observation == ""
-    assert last.action == "search[Nile]"
-    assert last.valid is True
+    # A search finds nothing now, and found words are not an answer.
+    last_outcome = environment.step("<search>Nile</search>")
+    assert last_outcome.done is True
+    assert last_outcome.won is False
+    assert last_outcome.observation == ""
+    assert last_outcome.action == "search[Nile]"
+    assert last_outcome.valid is True
 
 
 def test_a_failing_search_fails_its_episode_alone():
@@ -261,10 +261,10 @@ def test_a_failing_search_fails_its_episode_alone():
         raise UserError("no\nserver")
 
     environment = episode(search=broken)
-    # Is not asked for: an agent cannot break its episode so.
-    empty = environment.step("<search> </search>")
-    assert empty.observation == '<information>{"result": ""}</information>'
-    assert empty.valid is True
+    # An empty search is not sent, so an agent cannot break its episode with it.
+    empty_search = environment.step("<search> </search>")
+    assert empty_search.observation == '<information>{"result": ""}</information>'
+    assert empty_search.valid is True
     assert environment.step("<answer>Africa</answer>").won
     with pytest.raises(EnvironmentFailure, match=r"search failed: UserError: no server$"):
         episode(search=broken).step("<search>Nile</search>")
@@ -317,11 +317,11 @@ def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
 
     def noisy(tasks):
         environment = played.make()
-        count = 0
+        noise_count = 0
         for task in tasks:
             environment.reset(task)
-            count += "noisy words" in environment.step(environment.oracle()).observation
-        return count
+            noise_count += "noisy words" in environment.step(environment.oracle()).observation
+        return noise_count
 
     assert noisy(eval_tasks(played, "test", 60, 0)) == 0
     assert noisy(train_tasks(played, 0, 60, 0)) == 0
@@ -344,7 +344,7 @@ def jsonl(path, rows):
 
 
 def searchr1(rows):
-    """Rows as Search-R1's scripts/data_process write them."""
+    """Rows in the format that Search-R1's scripts/data_process write."""
     other_columns = {
         "prompt": [{"role": "user", "content": "Answer the question."}],
         "ability": "fact-reasoning",
@@ -479,12 +479,14 @@ def test_a_folder_has_one_file_of_a_split_and_no_expert(tmp_path):
     assert "corpus.jsonl" in played.fingerprint()
     with pytest.raises(UserError, match=r"needs documents: set env\.corpus"):
         of_files(tmp_path, corpus=False)
-    single_file = of_files(tmp_path, data=jsonl(tmp_path / "nq.jsonl", ROWS[:1]))  # is every split
+    # A single file serves as every split.
+    single_file = of_files(tmp_path, data=jsonl(tmp_path / "nq.jsonl", ROWS[:1]))
     assert len(eval_tasks(single_file, "test", 0, 0)) == 1
     assert len(train_tasks(single_file, 0, 1, 0)) == 1
     assert single_file.fingerprint() != played.fingerprint()
     (tmp_path / "train.jsonl").write_text("{")
-    with pytest.raises(UserError, match=r"train\.jsonl, line 1"):  # before a model is loaded
+    # Refused before a model is loaded.
+    with pytest.raises(UserError, match=r"train\.jsonl, line 1"):
         of_files(tmp_path)
     (tmp_path / "train.jsonl").unlink()
     parquet(tmp_path / "test.parquet", ROWS)

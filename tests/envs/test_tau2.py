@@ -25,7 +25,7 @@ THOUGHT = "<think>Let me see.</think>"
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch):
-    """sys.path with the stand-in in front. Packages named `tau2` are unloaded after the test."""
+    """Put the stand-in first on sys.path. Modules named `tau2` are unloaded after the test."""
     monkeypatch.syspath_prepend(STAND_IN)
     yield monkeypatch.syspath_prepend
     for name in [name for name in sys.modules if name == "tau2" or name.startswith("tau2.")]:
@@ -56,7 +56,7 @@ def test_splits_are_apart():
     train = []
     for step in range(2):
         train += [task.id for task in train_tasks(factory, step, 4, seed=1)]
-    assert sorted(train) == [f"retail/{number}" for number in range(8)]  # each once an epoch
+    assert sorted(train) == [f"retail/{number}" for number in range(8)]  # each task once per epoch
     assert [t.id for t in eval_tasks(factory, "test", 0, 0)] == [
         "retail/8",
         "retail/9",
@@ -132,7 +132,7 @@ def test_the_end_of_the_turns_ends_the_conversation():
     assert outcomes[-1].observation == "user: As I said,\nthe order."
     deadline = time.monotonic() + 5
     while len(simulation.actions) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)  # a thread tells it
+        time.sleep(0.01)  # a thread reports it
     assert len(simulation.actions) == 5
     assert json.loads(simulation.actions[-1])["name"] == "done"
 
@@ -162,13 +162,13 @@ def test_a_malformed_action_reaches_nobody():
 
 
 def test_what_breaks_is_a_failure():
-    for user, message in (
+    for user_model, message in (
         ("raises", "RuntimeError: It is not the agent's turn"),
         ("crashes", "the simulation of tau2 broke: error"),
         ("unreachable", "broke: infrastructure_error"),
         ("slow", r"no answer within 0\.05 s"),
     ):
-        environment = start(user_model=user, step_timeout_s=0.05)
+        environment = start(user_model=user_model, step_timeout_s=0.05)
         with pytest.raises(EnvironmentFailure, match=message):
             environment.step(environment.format_action("Hello"))
         environment.close()
@@ -223,12 +223,12 @@ def test_it_keeps_the_rules(capsys):
 
 
 def script(prompt):
-    """Looks an order up, cancels it and says so; the very first turn lacks its <action>."""
-    order = prompt.partition("cancel order ")[2].partition(".")[0]
+    """Look an order up, cancel it and report it. The very first turn lacks its <action>."""
+    order_id = prompt.partition("cancel order ")[2].partition(".")[0]
     answers = [
         THOUGHT,
-        call("find", order=order),
-        call("cancel", order=order),
+        call("find", order=order_id),
+        call("cancel", order=order_id),
         f"{THOUGHT}<action>Done.</action>",
     ]
     return answers[prompt.count("\nassistant: ")]
@@ -252,7 +252,7 @@ def test_rollouts_become_triplets_of_next_states(tmp_path):
         assert episode.episode_return == 10.0
         assert len(episode.turns) == 4
     triplets = cut(groups, dedup=True)
-    assert len(triplets) == 2 * 3  # without the malformed one, each conversation once
+    assert len(triplets) == 2 * 3  # one conversation of each task, without the malformed turn
     assert [triplet.next_state for triplet in triplets[1:3]] == [
         triplets[0].next_state,
         "user: Thank you. ###STOP###",
@@ -261,7 +261,7 @@ def test_rollouts_become_triplets_of_next_states(tmp_path):
     assert read_triplets(tmp_path / "triplets.jsonl") == triplets
     assert triplets[2].action == "Done."
     assert "Done." in ask(triplets[2], NextStateConfig(eval_split="held_out"))
-    groups, statistics = play(user_model="unreachable")  # costs its episodes alone
+    groups, statistics = play(user_model="unreachable")  # costs only its episodes
     assert groups == []
     assert len(statistics.failures) == 4
     assert "infrastructure_error" in statistics.failures[0]

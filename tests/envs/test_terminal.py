@@ -1,4 +1,4 @@
-"""The terminal: the sandbox holds what it promises, tasks are generated and read from folders."""
+"""The terminal: the sandbox keeps its promises, and tasks are generated or read from folders."""
 
 import os
 import shutil
@@ -33,11 +33,11 @@ OTHER_USERS_CONTAINER = (
 
 @pytest.fixture
 def folder(tmp_path_factory):
-    with sandbox.temporary_folder() as made:
-        made.write("/task/a.txt", b"one\ntwo\n")
-        made.path("/tmp").mkdir()
-        made.hand_over()
-        yield made
+    with sandbox.temporary_folder() as sandbox_folder:
+        sandbox_folder.write("/task/a.txt", b"one\ntwo\n")
+        sandbox_folder.path("/tmp").mkdir()
+        sandbox_folder.hand_over()
+        yield sandbox_folder
 
 
 @pytest.fixture
@@ -82,13 +82,13 @@ def test_nothing_of_the_machine_can_be_seen_or_changed(shell, tmp_path, monkeypa
     ]
     for command in commands:
         output, status, _ = run(shell, command)
-        if command != "kill -9 1":  # the first process takes no signals
+        if command != "kill -9 1":  # the first process ignores signals
             assert status != 0, command
         assert "s3cret" not in output
     output, _, _ = run(shell, "env; ls /proc/self/fd; cat /proc/1/environ | tr '\\0' '\\n'")
-    names = {line.partition("=")[0] for line in output.splitlines() if "=" in line}
-    assert names <= {"PATH", "HOME", "LANG", "TERM", "PWD", "OLDPWD", "SHLVL", "_"}
-    assert run(shell, "cat /proc/net/dev | grep -c :")[0] == "1\n"  # only the loopback
+    variable_names = {line.partition("=")[0] for line in output.splitlines() if "=" in line}
+    assert variable_names <= {"PATH", "HOME", "LANG", "TERM", "PWD", "OLDPWD", "SHLVL", "_"}
+    assert run(shell, "cat /proc/net/dev | grep -c :")[0] == "1\n"  # only the loopback interface
     assert run(shell, "ls -a /task; id -u")[0].split()[-2] == "a.txt"
     capabilities = run(shell, "grep CapEff /proc/self/status")[0].split()[1]
     assert int(capabilities, 16) == 0
@@ -121,8 +121,8 @@ def test_the_memory_of_a_process_and_of_all_together_is_limited(folder):
     output, status, _ = run(shell, "head -c 100M /dev/zero | tail -c 100M | wc -c")
     assert int(output.split()[-1]) < 100 << 20
     assert status == 0
-    one = "head -c 20M /dev/zero | tail -c 20M | sleep 20"
-    _, status, stopped = run(shell, f"for i in 1 2 3 4 5; do ({one}) & done; wait")
+    hungry_command = "head -c 20M /dev/zero | tail -c 20M | sleep 20"
+    _, status, stopped = run(shell, f"for i in 1 2 3 4 5; do ({hungry_command}) & done; wait")
     assert status is None
     assert stopped == "its processes held more than 64 MiB of memory"
     shell.close()
@@ -141,9 +141,10 @@ def test_a_file_has_a_largest_size_and_a_full_folder_is_reported(shell, folder):
 def test_nothing_outlives_its_command(shell, folder):
     command = "(setsid sh -c 'while :; do echo x >> /task/log; done' &) ; sleep 0.1"
     assert run(shell, command) == ("", 0, "")
-    size = folder.path("/task/log").stat().st_size
-    assert run(shell, "ls -d /proc/[0-9]* | wc -l")[0] in ("3\n", "4\n")  # first, shell, ls, wc
-    assert folder.path("/task/log").stat().st_size == size
+    log_size = folder.path("/task/log").stat().st_size
+    # The first process, the shell, ls and wc.
+    assert run(shell, "ls -d /proc/[0-9]* | wc -l")[0] in ("3\n", "4\n")
+    assert folder.path("/task/log").stat().st_size == log_size
 
 
 @needs_bubblewrap
@@ -158,7 +159,8 @@ def test_a_shell_survives_what_a_command_does_to_it(shell):
         == "bye\n"
     )
     shell.close()
-    assert run(shell, "cat a.txt")[0] == "one\ntwo\n"  # a new one, with its folder unlocked
+    # A new shell, whose folder is accessible again.
+    assert run(shell, "cat a.txt")[0] == "one\ntwo\n"
 
 
 @needs_bubblewrap
@@ -173,7 +175,7 @@ def test_a_sandbox_that_breaks_costs_its_episode_and_the_next_one_starts_another
 
 @needs_bubblewrap
 def test_a_sandbox_ends_with_a_process_that_is_killed(folder):
-    code = f"""
+    program = f"""
 from pathlib import Path
 from paw.envs.terminal.sandbox import Folder, Limits, open_shell
 folder = Folder(Path({str(folder.root)!r}))
@@ -182,7 +184,7 @@ shell.run(":", 60)
 print(shell._process.pid, flush=True)
 shell.run("sleep 1e9", 1e9)
 """
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         bubblewrap = int(process.stdout.readline())
         children = Path(f"/proc/{bubblewrap}/task/{bubblewrap}/children").read_text().split()
@@ -195,9 +197,9 @@ shell.run("sleep 1e9", 1e9)
 
 
 def test_without_namespaces_nothing_is_killed_and_a_command_goes_on(tmp_path):
-    start = ["bash", "--norc", "--noprofile"]
-    state = str(tmp_path / "state")
-    shell = Shell(start, workdir=str(tmp_path), state=state, limits=LIMITS, folder=None)
+    bash_command = ["bash", "--norc", "--noprofile"]
+    state_file = str(tmp_path / "state")
+    shell = Shell(bash_command, workdir=str(tmp_path), state=state_file, limits=LIMITS, folder=None)
     try:
         assert run(shell, "x=1; sleep 5 & echo $!") != ""
         assert run(shell, "echo $x; kill %1 2>/dev/null; cd /; false") == ("1\n", 1, "")
@@ -205,7 +207,7 @@ def test_without_namespaces_nothing_is_killed_and_a_command_goes_on(tmp_path):
     finally:
         shell.close()
     with pytest.raises(EnvironmentFailure, match="nosuch"):
-        Shell(["nosuch"], workdir="/", state=state, limits=LIMITS, folder=None).run(":", 5)
+        Shell(["nosuch"], workdir="/", state=state_file, limits=LIMITS, folder=None).run(":", 5)
 
 
 def test_files_are_read_without_leaving_the_folder(tmp_path):
@@ -219,7 +221,7 @@ def test_files_are_read_without_leaving_the_folder(tmp_path):
     assert folder.read("/task/deep/file", limit=3) == b"con"
     unreadable = ("link", "up/outside", "nothing", "deep", "deep/file/x")
     assert [folder.read(f"/task/{name}") for name in unreadable] == [None] * 5
-    assert folder.read("/task/pipe") in (b"", None)  # and nothing waits for a writer
+    assert folder.read("/task/pipe") in (b"", None)  # and does not wait for a writer
 
     (folder.root / "task" / "deep").chmod(0)
     folder.clear()
@@ -231,12 +233,13 @@ def test_files_are_read_without_leaving_the_folder(tmp_path):
     folder.clear()
 
     assert folder.is_within(LIMITS)
-    inner = os.open(folder.path("/task"), os.O_RDONLY)
-    for _ in range(2100):  # deeper than a path and than Python's stack may be
-        os.mkdir("d", dir_fd=inner)
-        outer, inner = inner, os.open("d", os.O_RDONLY, dir_fd=inner)
-        os.close(outer)
-    os.close(inner)
+    inner_folder = os.open(folder.path("/task"), os.O_RDONLY)
+    for _ in range(2100):  # deeper than the longest path and Python's stack
+        os.mkdir("d", dir_fd=inner_folder)
+        outer_folder = inner_folder
+        inner_folder = os.open("d", os.O_RDONLY, dir_fd=outer_folder)
+        os.close(outer_folder)
+    os.close(inner_folder)
     assert not folder.is_within(LIMITS)
     sandbox.remove(folder.root)
     assert not folder.root.exists()
@@ -249,9 +252,11 @@ def test_tasks_of_different_splits_differ_whatever_their_seeds():
     contents = {}
     for split in generated.SHARES:
         for seed in range(3):
-            for i in range(40):
-                task = generated.generate(split, seed, i, ["find", "count", "edit", "fix"])
-                assert task == generated.generate(split, seed, i, ["find", "count", "edit", "fix"])
+            for index in range(40):
+                task = generated.generate(split, seed, index, ["find", "count", "edit", "fix"])
+                assert task == generated.generate(
+                    split, seed, index, ["find", "count", "edit", "fix"]
+                )
                 key = (task.instruction, *task.files.items())
                 assert contents.setdefault(key, split) == split
                 assert task.wanted != task.files
@@ -261,11 +266,11 @@ def test_tasks_of_different_splits_differ_whatever_their_seeds():
 
 def test_the_oracle_asks_before_it_answers():
     task = generated.generate("train", 0, 0, ["count"])
-    asked = generated.next_command(task, solved=False, last="", output="")
-    assert asked == task.question
-    answer = generated.next_command(task, solved=False, last=asked, output="3")
+    first_command = generated.next_command(task, solved=False, last="", output="")
+    assert first_command == task.question
+    answer = generated.next_command(task, solved=False, last=first_command, output="3")
     assert answer == task.change
-    assert generated.next_command(task, solved=False, last="ls", output="a") == asked
+    assert generated.next_command(task, solved=False, last="ls", output="a") == first_command
     assert generated.next_command(task, solved=True, last=answer, output="") == "exit"
 
 
@@ -277,8 +282,8 @@ def test_output_is_shown_as_text():
         shown(Result(b"", None, "it took longer than 1 s"), 9)
         == "[stopped: it took longer than 1 s]"
     )
-    long = shown(Result(b"x" * 500 + b"y" * 500, 0), 100)
-    assert long == "x" * 50 + "\n[900 characters left out]\n" + "y" * 50
+    cut_output = shown(Result(b"x" * 500 + b"y" * 500, 0), 100)
+    assert cut_output == "x" * 50 + "\n[900 characters left out]\n" + "y" * 50
 
 
 def test_a_command_is_what_is_in_the_tags_in_its_own_letters():
@@ -325,9 +330,9 @@ def test_the_oracle_solves_every_kind_in_one_sandbox_and_damage_is_noticed():
         root = environment._folder.root
         environment.reset(tasks[2])
         environment.step("\nx=1; cd /tmp; touch left; rm -rf /task/*; ln -s / /task/a")
-        ended = environment.step("\nexit")
-        assert ended.done
-        assert not ended.won
+        after_exit = environment.step("\nexit")
+        assert after_exit.done
+        assert not after_exit.won
         environment.reset(tasks[1])
         assert environment.step("\npwd; ls -x; ls /tmp; echo $x").observation == "/task\na  b  c"
         assert environment._folder.root == root
@@ -402,8 +407,8 @@ def load_data(path, **changes):
 @needs_bubblewrap
 def test_folders_of_all_three_formats_are_played_and_checked(data):
     factory = load_data(data)
-    with read_tasks(factory, "train", 0) as train, read_tasks(factory, "test", 0) as held_out:
-        tasks = {task.id: task for task in [*train, *held_out]}
+    with read_tasks(factory, "train", 0) as train_tasks, read_tasks(factory, "test", 0) as held_out:
+        tasks = {task.id: task for task in [*train_tasks, *held_out]}
     assert {name: task.kind for name, task in tasks.items()} == {
         "own": "task",
         "harbor": "files",
@@ -413,14 +418,14 @@ def test_folders_of_all_three_formats_are_played_and_checked(data):
     for name, task in tasks.items():
         assert play(environment, task)[-1].won, name
         environment.reset(task)
-        lost = environment.step("<action>exit</action>")
-        assert not lost.won
-        assert lost.score == (0.25 if name == "harbor" else 0.0)
+        after_exit = environment.step("<action>exit</action>")
+        assert not after_exit.won
+        assert after_exit.score == (0.25 if name == "harbor" else 0.0)
     environment.reset(tasks["harbor"])
-    seen = environment.step('<action>ls /app /tests; echo "$A$B"; touch /logs/agent/x</action>')
-    assert "data" in seen.observation
-    assert "12 3" in seen.observation
-    assert "want" not in seen.observation
+    listing = environment.step('<action>ls /app /tests; echo "$A$B"; touch /logs/agent/x</action>')
+    assert "data" in listing.observation
+    assert "12 3" in listing.observation
+    assert "want" not in listing.observation
     environment.close()
     fingerprint = factory.fingerprint()
     assert load_data(data).fingerprint() == fingerprint
@@ -433,14 +438,14 @@ def test_folders_of_all_three_formats_are_played_and_checked(data):
     "end", ["sleep 1e9 & wait", "(setsid yes &) ; head -c 100M /dev/zero > big"]
 )
 def test_a_check_that_has_to_be_stopped_is_no_success(data, end):
-    """Also if it has written a reward before."""
+    """Even if it has already written a reward."""
     path = data / "harbor" / "tests" / "test.sh"
     path.write_text(f"echo 1 > /logs/verifier/reward.txt\n{end}")
     config = data / "harbor" / "task.toml"
     config.write_text("[verifier]\ntimeout_sec = 0.5")
     factory = load_data(data)
-    with read_tasks(factory, "train", 0) as train, read_tasks(factory, "test", 0) as held_out:
-        tasks = {task.id: task for task in [*train, *held_out]}
+    with read_tasks(factory, "train", 0) as train_tasks, read_tasks(factory, "test", 0) as held_out:
+        tasks = {task.id: task for task in [*train_tasks, *held_out]}
     environment = factory.make()
     environment.reset(tasks["harbor"])
     outcome = environment.step("<action>exit</action>")
@@ -457,16 +462,16 @@ def test_a_container_of_the_users_is_one_sandbox_from_start_to_check(data, monke
     assert task.id == "own"
     environment = factory.make()
     environment.reset(task)
-    seen = environment.step("<action>echo $IMAGE; pwd; ls /tests; x=1</action>").observation
-    assert seen.startswith("own\n/task\n")
+    printed = environment.step("<action>echo $IMAGE; pwd; ls /tests; x=1</action>").observation
+    assert printed.startswith("own\n/task\n")
     assert play(environment, task)[-1].won
     environment.reset(task)
     assert not environment.step("<action>exit</action>").won
-    bench = load_data(data, container=OTHER_USERS_CONTAINER.replace("/task", "/app"))
-    with read_tasks(bench, "train", 0) as tasks:
+    bench_factory = load_data(data, container=OTHER_USERS_CONTAINER.replace("/task", "/app"))
+    with read_tasks(bench_factory, "train", 0) as tasks:
         task = tasks[0]
     environment.close()
-    environment = bench.make()
+    environment = bench_factory.make()
     assert play(environment, task)[-1].won  # its check reads TEST_DIR
     environment.close()
 
@@ -519,8 +524,8 @@ def test_what_needs_an_image_is_refused_in_one_line(data, monkeypatch, dockerfil
         (data / "harbor" / "tests" / "test.sh").write_text(script)
     with pytest.raises(UserError, match=f"1 of 1 tasks cannot be played.*harbor.*{why}.*container"):
         load_data(data)
-    image = load_data(data, container="env run {image}")
-    assert image.tasks("train", 0)
+    image_factory = load_data(data, container="env run {image}")
+    assert image_factory.tasks("train", 0)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""WebShop's files, goals and search on a shop of four products; the generated shop, its tasks
-and episodes."""
+"""WebShop's files, goals and search with a shop of four products. Also the generated shop, its
+tasks and episodes."""
 
 import hashlib
 import json
@@ -116,7 +116,7 @@ FIND = "Find me sulfate free shampoo with scent: "
 LIMIT = ", and price lower than 40.00 dollars"
 MINT = "lavender | mint"
 CITRUS = "citrus"
-# as the reference makes them, its generator seeded with 233 before the prices and before the
+# as the reference makes them: its generator is seeded with 233 before the prices and before the
 # shuffle
 GOALS = [
     (f"{FIND}citrus, and size: 8 oz{LIMIT}", {"scent": CITRUS, "size": "8 oz"}, 40.0),
@@ -166,7 +166,7 @@ def test_products_goals_and_search(tmp_path: Path):
         "Old Lamp",
         "Lumo Tree Shampoo",
     ]
-    assert shop_of_four.search("lavender") == [first]  # an option
+    assert shop_of_four.search("lavender") == [first]  # the value of an option
     assert (
         shop_of_four.search("good") == [] == shop_of_four.search("the")
     )  # the second bullet is not indexed
@@ -271,9 +271,9 @@ def test_an_array_is_read_piece_by_piece_and_a_cut_is_an_error(
 ):
     path = tmp_path / "array.json"
     values = [{}, {"a, ]": 'ü"\\', "b": [1.5, None]}, {"c": {"d": [[]]}}, {}]
-    for chunk in (4, 7, 40):
-        monkeypatch.setattr(catalogue, "CHUNK", chunk)
-        text = json.dumps(values, indent=chunk % 3 or None, ensure_ascii=chunk % 2 == 0)
+    for chunk_bytes in (4, 7, 40):
+        monkeypatch.setattr(catalogue, "CHUNK", chunk_bytes)
+        text = json.dumps(values, indent=chunk_bytes % 3 or None, ensure_ascii=chunk_bytes % 2 == 0)
         path.write_text(text, "utf-8")
         digest = hashlib.sha256()
         assert list(catalogue.read_array(path, digest)) == values
@@ -308,7 +308,7 @@ def test_the_generated_shop_is_a_function_of_its_seed_and_its_goals_can_be_met(t
         )
         assert reward(goal.product, goal, goal.options, "rules") == 1.0
         assert goal.product.price < goal.price_upper or goal.price_upper == math.inf
-    for name, values in generator.OPTIONS.values():  # values differ from each other to the reward
+    for name, values in generator.OPTIONS.values():  # the reward distinguishes these values
         assert all({*base_colour(value).split()} <= {*value.split()} for value in values)
         assert name != "color" or len({base_colour(value) for value in values}) == len(values)
 
@@ -337,16 +337,16 @@ def test_the_buyer_buys_what_is_wanted_and_random_play_does_not(style, goals):
     rng = random.Random(0)
 
     def at_random(environment) -> str:
-        """Any action that does something, or a search for what the task is about."""
+        """Return a random action that has an effect, or a search for the task's product."""
         query = environment.format_action(f"search[{environment.session.goal.product.query}]")
         return rng.choice(admissible_responses(environment) or [query])
 
     environment = shop.make()
     tasks = eval_tasks(shop, "test", 60, 0)
     for task in tasks:
-        final = episode(environment, task)[-1]
-        assert final.won
-        assert final.score == 1
+        final_outcome = episode(environment, task)[-1]
+        assert final_outcome.won
+        assert final_outcome.score == 1
     random_ends = [episode(environment, task, at_random)[-1] for task in tasks]
     assert sum(outcome.won for outcome in random_ends) <= 3
     assert sum(outcome.score for outcome in random_ends) < 18
@@ -358,7 +358,7 @@ def test_tasks_are_pure_and_splits_share_no_goal():
     goal_count = len(shop.catalogue.goals)
     train_ids = {task.id for task in train_tasks(shop, 0, goal_count, 0)}
     held_out = eval_tasks(shop, "test", 0, 0)
-    # Drawn with replacement.
+    # Tasks are drawn with replacement.
     assert len({task.id for task in eval_tasks(shop, "test", 400, 5)}) < 400
     test_ids = {task.id for task in held_out}
     assert len(train_ids) + len(test_ids) == goal_count == len(train_ids | test_ids)

@@ -1,5 +1,5 @@
-"""WebShop's pages and prompts letter by letter, what each action does on each of them, and the
-reward by hand."""
+"""WebShop's pages and prompts letter by letter, the effect of each action on each page, and the
+reward computed by hand."""
 
 import dataclasses
 import math
@@ -88,15 +88,15 @@ def test_search_and_results_pages():
         "click[search]",
     ]
     session.step(SHIRTS)
-    items = [f"{p.asin} [SEP] {p.title} [SEP] $12.0 to $15.5" for p in session.hits]
+    item_lines = [f"{p.asin} [SEP] {p.title} [SEP] $12.0 to $15.5" for p in session.hits]
     links = [f"click[{product.asin.lower()}]" for product in session.hits]
     assert text(session) == " [SEP] ".join(
-        ["Back to Search", "Page 1 (Total results: 12)", "Next >", *items[:10]]
+        ["Back to Search", "Page 1 (Total results: 12)", "Next >", *item_lines[:10]]
     )
     assert session.available() == ["click[back to search]", "click[next >]", *links[:10]]
     session.step("click[next >]")
     second = ["Back to Search", "Page 2 (Total results: 12)", "< Prev", "Next >"]
-    assert text(session) == " [SEP] ".join([*second, *items[10:]])
+    assert text(session) == " [SEP] ".join([*second, *item_lines[10:]])
     assert session.available() == [
         "click[back to search]",
         "click[< prev]",
@@ -107,13 +107,13 @@ def test_search_and_results_pages():
     assert (
         text(session) == "Back to Search [SEP] Page 3 (Total results: 12) [SEP] < Prev [SEP] Next >"
     )
-    for page in (2, 1, 1):
+    for number in (2, 1, 1):
         session.step("click[< prev]")
-        assert session.page == page
+        assert session.page == number
     assert (
         text(play("search[zebra]")) == "Back to Search [SEP] Page 1 (Total results: 0) [SEP] Next >"
     )
-    # What follows the bracket is ignored.
+    # Text after the bracket is ignored.
     assert text(play("search[TEA mug] now")) == text(play("search[tea mug]"))
 
 
@@ -123,7 +123,7 @@ def test_an_item_its_sub_pages_and_the_purchase():
     assert session.clickables == [*buttons, "red", "navy blue", "small", "large"]
     for value in ("red", "Navy Blue", "large"):
         session.step(f"click[{value}]")
-        assert text(session) == ITEM  # what is chosen does not show
+        assert text(session) == ITEM  # choices are not shown
     assert session.options == {"color": "navy blue", "size": "large"}
     session.step("click[< prev]")
     assert session.page == 1
@@ -200,11 +200,11 @@ def test_odd_products():
         " [SEP] color [SEP] red [SEP]  [SEP] none [SEP] Tea Mug [SEP] Price: $12.0 to $15.5 [SEP] Rating: N.A. [SEP] "
         "Description [SEP] Features [SEP] Reviews [SEP] Buy Now"
     )
-    for value in ("search", "a [b] c"):  # clicks that the reference does not take
+    for value in ("search", "a [b] c"):  # the reference ignores these clicks
         session.step(f"click[{value}]")
     assert session.options == {}
     session.step("click[next >]")
-    session.step("click[red]")  # of both options of that value the last
+    session.step("click[red]")  # the last of the two options with that value
     assert session.options == {"style": "next >", "color": "red"}
     session.step("click[features]")  # the sub-page, not the option
     assert text(session) == "Back to Search [SEP] < Prev [SEP]  [SEP] two\nlines"
@@ -233,12 +233,12 @@ def test_paper_first_turn():
 
 
 def test_paper_later_turn_has_the_last_two_numbered_from_one():
-    past = [
+    past_turns = [
         ("'Search'", "fly"),
         ("'Search'", "search[tea mug]"),
         ("'Back to Search' [SEP] 'B0'", "click[b0oddasin9]"),
     ]
-    assert PaperStyle(think=False).prompt(play(SHIRTS, FIRST, "click[reviews]"), past) == (
+    assert PaperStyle(think=False).prompt(play(SHIRTS, FIRST, "click[reviews]"), past_turns) == (
         f"{HEAD}\nYour task is to: {TASK}.\n"
         "Prior to this step, you have already taken 3 step(s). Below are the most recent 2 observations and the "
         "corresponding actions you took: [Observation 2: ''Search'', Action 2: 'search[tea mug]']\n"
@@ -254,9 +254,9 @@ def test_a_paper_prompt_that_gets_too_long_has_no_history():
     style = PaperStyle()
     session = play()
     other_length = len(style.prompt(session, [("", "x")]))
-    past = [("y" * (13_000 - other_length), "x")]
-    assert len(style.prompt(session, past)) == 13_000
-    assert style.prompt(session, [("y" + past[0][0], "x")]) == style.prompt(session, [])
+    past_turns = [("y" * (13_000 - other_length), "x")]
+    assert len(style.prompt(session, past_turns)) == 13_000
+    assert style.prompt(session, [("y" + past_turns[0][0], "x")]) == style.prompt(session, [])
     assert PaperStyle(history=0).prompt(session, [("", "x")]) == style.prompt(session, [])
 
 
@@ -273,17 +273,17 @@ def test_paper_projection():
 def test_compact_prompts():
     style = CompactStyle(history=1)
     task = "task:\nsearch men'sShirts\nwith cotton\npick red\npick large\n"
-    seen = f"{task}did:\nb\nsee:\n"
+    expected = f"{task}did:\nb\nsee:\n"
     summary = "cotton machineWash"
     assert style.prompt(play(), []) == f"{task}see:\nshop\ncan:\nsearch men'sShirts\nsearch mugs"
     mug_page = play("search[tea mug]")
     assert (
         style.prompt(mug_page, [("", "a"), ("", "b")])
-        == f"{seen}page 1\na: {summary}\ncan:\nopen a\nnext\nleave"
+        == f"{expected}page 1\na: {summary}\ncan:\nopen a\nnext\nleave"
     )
     chosen = play(SHIRTS, FIRST, "click[navy blue]")
     assert style.prompt(chosen, [("", "b")]) == (
-        f"{seen}product: {summary}\ncolor: red navyBlue\nsize: small large\nchosen: navyBlue\n"
+        f"{expected}product: {summary}\ncolor: red navyBlue\nsize: small large\nchosen: navyBlue\n"
         "can:\npick red\npick navyBlue\npick small\npick large\nbuy\nprevious\nleave"
     )
     too_expensive = Session(Catalogue([shirt(1, price=20.01)], [GOAL], "", "rules"), GOAL)
@@ -332,7 +332,7 @@ def test_each_part_is_one_of_five():
     assert earned(chosen={}) == 3 / 5
     assert earned(attributes=("slim fit", "stretch")) == 4 / 5
     assert earned(attributes=("stretch", "velvet"), chosen={}, price_upper=20.0) == 0.0
-    assert earned(options={}, chosen=BOTH) == 1.0  # what was not asked for costs nothing
+    assert earned(options={}, chosen=BOTH) == 1.0  # choices that were not asked for cost nothing
     assert earned(options={}, chosen={}, attributes=("slim fit", "stretch")) == 2 / 3
     assert [earned(price_upper=limit) for limit in (29.0, 29.49, 29.5, math.inf)] == [
         4 / 5,
@@ -343,17 +343,14 @@ def test_each_part_is_one_of_five():
 
 
 def test_an_attribute_may_stand_anywhere():
-    """In an attribute (also with all its words, or nearly), a bullet, the description
-    lower-cased, or the title."""
+    """An attribute counts if it is found in one of the product's attributes (or has all of its
+    words, or nearly), in a bullet, in the lower-cased description, or in the title."""
     present = ["long sleeve", "fit slim", "machine wash", "organic cotton", "vero"]
-    absent = [
-        "washwear",
-        "short sleeve",
-        "Organic Cotton",
-    ]  # not lower-cased itself, as in the reference
+    # The wanted attribute is not lower-cased, as in the reference.
+    absent = ["washwear", "short sleeve", "Organic Cotton"]
     assert [earned(attributes=(attribute,)) for attribute in present] == [1.0] * 5
     assert [earned(attributes=(attribute,)) for attribute in absent] == [3 / 4] * 3
-    # A ratio is rounded.
+    # Ratios are rounded.
     product = dataclasses.replace(SHIRT, attributes=("aaaaaab", 23 * "a" + "bbbb"))
     assert earned(product, attributes=("aaaaaac",)) == 1.0  # 12 / 14: 86
     assert earned(product, attributes=(23 * "a" + "cccc",)) == 3 / 4  # 46 / 54: 85.2, so 85
@@ -371,7 +368,7 @@ def test_options_of_people_are_compared_by_value_synthetic_ones_with_their_name(
         ("large", "x-large", 1, 0),  # all of its words; of "color large", one of two
         ("8 oz (pack of 2)", "8 oz, pack of 2", 1, 1),
         ("20 inch", "24 inch", 1, 0),  # ratio 86
-        ("standard", "standard", 1, 0),  # both are tan; tan is no word of "color standard"
+        ("standard", "standard", 1, 0),  # both are tan, which is not a word of "color standard"
         ("", "", 0, 0),
     ):
         assert earned(options={"0": wanted}, chosen={"style": chosen}) == (3 + by_value) / 4, (
@@ -423,7 +420,7 @@ def test_the_type():
             "Aa Bb",
             {"product_category": "Men › Sale › Clothing"},
             1.0,
-        ),  # two parts of the path, in any order
+        ),  # two parts of the path match, in any order
         (LONG, "Aa Bb", {"product_category": "Men › Men › Shoes"}, 0.5),
         (LONG, "Aa", SAME, 0.1),  # 1 of 11: less than 0.1, and the same query does not save it
         (LONG, "Zz", SAME, 0.0),
@@ -434,16 +431,18 @@ def test_the_type():
         product = dataclasses.replace(
             SHIRT, title=title, **({"query": "x", "product_category": "y"} | others)
         )
-        goal = dataclasses.replace(
+        wanted_goal = dataclasses.replace(
             WISH, product=dataclasses.replace(SHIRT, title=wanted), attributes=("slim fit",)
         )
         assert (
-            type_reward(product, goal, "rules") == r_type == reward(product, goal, BOTH, "rules")
+            type_reward(product, wanted_goal, "rules")
+            == r_type
+            == reward(product, wanted_goal, BOTH, "rules")
         ), (wanted, title)
 
 
 def test_nouns_of_titles():
-    """The shares are those that the reference's tests expect of spaCy's model, within 0.03."""
+    """These are the shares that the reference's tests expect of spaCy's model, within 0.03."""
     cord = (
         "Saireed UL Listed 2 Prong Power Cord for JBL Bar 3.1 Bar 2.1 Channel 4K Ultra HD Soundbar"
     )
@@ -451,7 +450,7 @@ def test_nouns_of_titles():
     knob = "Rusticware 921ORB Kitchen and Bath Cabinet Knob"
     sneakers = "Mens D.O.N. Issue 2 Gca Basketball Sneakers Shoes Casual - Off White"
     peak = "PEAK High Top Mens Basketball Shoes Lou Williams Streetball Master Breathable Non Slip Outdoor Sneakers"
-    for wanted, bought, share in (
+    for wanted, bought, noun_share in (
         (sneakers, peak, 1 / 3),
         (f"{cord} Home Theater System Subwoofer", lead, 0.3),
         (cord, lead, 0.15),
@@ -460,7 +459,7 @@ def test_nouns_of_titles():
         wanted_nouns = title_nouns(wanted, "rules")
         assert len({*wanted_nouns} & {*title_nouns(bought, "rules")}) / len(
             wanted_nouns
-        ) == pytest.approx(share, abs=0.03)
+        ) == pytest.approx(noun_share, abs=0.03)
     title = "PEAK Men's High-Top Shoes for the Gym, 2pcs (Size 12) & More"
     assert title_nouns(title, "rules") == (
         "peak",

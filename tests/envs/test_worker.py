@@ -1,5 +1,5 @@
-"""A worker's game may raise, hang, die or flood: the caller gets one EnvironmentFailure, no
-process stays behind."""
+"""A worker's game may raise, hang, die or flood. The caller gets one EnvironmentFailure, and no
+process is left."""
 
 import os
 import signal
@@ -67,12 +67,13 @@ def test_plays_and_is_reused(make):
     pid = worker.step(PID)
     assert worker.step("'win'") == "win"
     assert worker.won
-    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: the trainer's to handle
+    # Ctrl-C in the terminal is for the trainer.
+    for number in (signal.SIGINT, signal.SIGHUP):
         assert worker.step(f"os.kill(os.getpid(), {int(number)}) or 'on'") == "on"
     worker.start()
     assert not worker.won
     assert worker.step(PID) == pid
-    # what a game prints goes nowhere
+    # what a game prints is discarded
     printing = "[os.write(fd, b'y' * 10**6) for fd in (1, 2) for _ in range(100)]"
     assert worker.step(f"str(len({printing}))") == "200"
     worker.close()
@@ -132,7 +133,8 @@ worker.step("time.sleep(600)")
 
 
 def _alive(pid: int) -> bool:
-    """Whether the process runs; one that has died and awaits its parent does not."""
+    """Whether the process runs. A dead process that its parent has not yet waited for does not
+    count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
