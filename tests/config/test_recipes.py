@@ -150,24 +150,23 @@ def printed():
 def rows_of(printed) -> dict[str, tuple[str, str]]:
     """Recipe of each trained row -> (its table, its model)."""
     rows = {}
-    sizes = {"Qwen2.5-7B-Instruct": "-7b"}
+    size_suffixes = {"Qwen2.5-7B-Instruct": "-7b"}
     for table, environments in (("table1", ("alfworld", "webshop")), ("table2", ("search",))):
         for row in printed[table]:
-            for environment in environments if row["method"] in METHODS else ():
-                rows[f"{environment}-{METHODS[row['method']]}{sizes.get(row['base'], '')}"] = (
-                    table,
-                    row["base"],
-                )
+            if row["method"] not in METHODS:
+                continue
+            name_end = METHODS[row["method"]] + size_suffixes.get(row["base"], "")
+            for environment in environments:
+                rows[f"{environment}-{name_end}"] = (table, row["base"])
     for row in printed["table3"]["rows"]:
         model = row["model"].replace("Llama3", "Llama-3")
-        suffix = next((suffix for suffix, name in SIZES.items() if name == model), "")
-        for paw in ("", "-paw"):
-            rows[f"webshop-{row['rl'].lower()}{paw}{suffix}"] = ("table3", model)
+        size_suffix = next((suffix for suffix, name in SIZES.items() if name == model), "")
+        for paw_suffix in ("", "-paw"):
+            rows[f"webshop-{row['rl'].lower()}{paw_suffix}{size_suffix}"] = ("table3", model)
     for row in printed["table4"]["rows"]:
         for environment in ("alfworld", "webshop"):
-            rows.setdefault(
-                f"{environment}-{ABLATIONS[row['method']]}", ("table4", "Qwen2.5-1.5B-Instruct")
-            )
+            recipe = f"{environment}-{ABLATIONS[row['method']]}"
+            rows.setdefault(recipe, ("table4", "Qwen2.5-1.5B-Instruct"))
     return rows
 
 
