@@ -1,4 +1,4 @@
-"""Attacks are slow tests, and many of them script what a server answers."""
+"""Attacks are slow tests. Many of them script the answers of a server."""
 
 from pathlib import Path
 
@@ -7,7 +7,8 @@ from scripted_server import serve
 
 
 def pytest_collection_modifyitems(items):
-    """Attacks wait for deadlines and processes: `make test` runs them, `make check` does not."""
+    """Mark attacks as slow because they wait for deadlines and processes. `make test` runs them,
+    `make check` does not."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker("slow")
@@ -15,6 +16,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def server():
-    """A server that answers as a test tells it to."""
+    """A server whose answers the test scripts."""
     with serve() as state:
         yield state

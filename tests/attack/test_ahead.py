@@ -1,5 +1,5 @@
-"""The process that plays ahead: however it ends or stops, the trainer goes on, and nothing that the
-process started is left running."""
+"""The process that plays ahead. However it ends or stops, the trainer continues, and no process
+that it started keeps running."""
 
 import copy
 import json
@@ -58,8 +58,8 @@ def configured(game, *, agent="plain"):
 
 @pytest.fixture
 def played_ahead(tiny_llm, tmp_path, monkeypatch):
-    """`played_ahead(game, patience_s=...)`: AsyncRollouts of that game. All are closed at the
-    end."""
+    """`played_ahead(game, patience_s=...)` returns AsyncRollouts of that game. All are closed at
+    the end."""
     monkeypatch.setenv("AHEAD_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("AHEAD_TRAINER", str(os.getpid()))
     monkeypatch.setattr(Supervisor, "constants", {"LINGER_S": 0.2})
@@ -83,7 +83,7 @@ def played_ahead(tiny_llm, tmp_path, monkeypatch):
 
 
 def player():
-    """The id of the process, once it plays."""
+    """The id of the process, as soon as it plays."""
     wait_until(lambda: logged("player"))
     return int(logged("player")[-1])
 
@@ -98,10 +98,10 @@ def test_a_users_error_of_any_class_is_its_line(played_ahead):
 
 
 def as_lists(groups):
-    """Groups as JSON, so that outcomes of any class compare by their fields."""
+    """The groups as JSON, which compares outcomes of any class by their fields."""
 
-    def convert(other):
-        return other.tolist() if isinstance(other, np.ndarray) else repr(other)
+    def convert(value):
+        return value.tolist() if isinstance(value, np.ndarray) else repr(value)
 
     return json.dumps([asdict(group) for group in groups], default=convert)
 
@@ -118,7 +118,7 @@ def test_outcomes_of_any_class_arrive_bit_for_bit(played_ahead, capfd):
 
 
 def as_text(result):
-    """The repr of episodes, with the type and the bits of each array."""
+    """The repr of episodes, with the type and bits of each array."""
     groups, stats = result
     groups = copy.deepcopy(groups)
     for turn in turns_of(groups):
@@ -133,8 +133,9 @@ def test_numbers_of_an_update_arrive_bit_for_bit_and_are_small():
     numbers = [0.1, -0.0, 5e-324, -1.7976931348623157e308, math.inf, math.nan]
     ids = [0, 1, 2**31 - 1, 50_000, 128_000, 7]
     outcome = Outcome("seen", reward=0.1 + 0.2, done=True, won=False, score=1 / 3)
-    task = Task("train/\ud800/1", payload=object())  # any text, and what JSON cannot hold
-    full = Turn(
+    # Any text, including what JSON cannot represent.
+    task = Task("train/\ud800/1", payload=object())
+    full_turn = Turn(
         ids,
         ids,
         numbers,
@@ -147,7 +148,7 @@ def test_numbers_of_an_update_arrive_bit_for_bit_and_are_small():
         versions=ids,
         observation_ids=[],
     )
-    bare = Turn(
+    bare_turn = Turn(
         [],
         ids,
         numbers,
@@ -160,8 +161,8 @@ def test_numbers_of_an_update_arrive_bit_for_bit_and_are_small():
         spans=[(1, 2)],
         separator_ids=[4],
     )
-    long = Turn(ids * 5000, ids, numbers, None, "asked", "said", outcome, "anchor", version=3)
-    groups = [Group(task, [Trajectory(task, 1, [full, bare, long])], index=0)]
+    long_turn = Turn(ids * 5000, ids, numbers, None, "asked", "said", outcome, "anchor", version=3)
+    groups = [Group(task, [Trajectory(task, 1, [full_turn, bare_turn, long_turn])], index=0)]
     stats = RolloutStats(texts_cut=2, failed=[Trajectory(task, 0, failure="it broke")])
     expected = as_text((groups, stats))
 

@@ -1,5 +1,5 @@
-"""Models that cannot be trained: whatever they raise, `paw doctor` and `paw train` say why in one
-line."""
+"""Models that cannot be trained. Whatever they raise, `paw doctor` and `paw train` give the reason
+in one line."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ REFUSED = {
 
 
 def write(folder, kind, **settings):
-    """A small random model of this type: `SIZES` as far as it has them, two layers, then
+    """A small random model of this type, with two layers, the sizes in `SIZES` that it has, and
     `settings`."""
     defaults = AutoConfig.for_model(kind)
     sizes = {}
@@ -137,7 +137,7 @@ def test_whatever_a_check_raises_is_one_line(tmp_path, raised, monkeypatch):
 def test_dropout_of_the_layers_themselves_stays_off_when_they_are_recomputed(
     tmp_path, checkpointing
 ):
-    """OPT's layers apply dropout themselves, not by a module in them."""
-    small = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.5, "init_std": 0.15}
-    policy = load_policy(write(tmp_path, "opt", **small), checkpointing=checkpointing)
+    """OPT's layers apply dropout themselves instead of through a module."""
+    opt_settings = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.5, "init_std": 0.15}
+    policy = load_policy(write(tmp_path, "opt", **opt_settings), checkpointing=checkpointing)
     assert logp_difference(policy, [17, 1, 30]).max() < 2e-5

@@ -1,5 +1,6 @@
 """An answer without an end token (cut at rollout.max_response_tokens or by a stop string) gets one
-before what follows: in training as in play, token by token, with no loss on it."""
+before the text that follows. Training sees the same tokens as play, and the added token has no
+loss."""
 
 import importlib.util
 from functools import partial
@@ -49,7 +50,7 @@ with_every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 
 
 class Scripted:
-    """An engine that answers with the ids of a list, one after another."""
+    """An engine that returns the token ids of a list, one answer after another."""
 
     continuous = False
     version = 0
@@ -68,7 +69,7 @@ class Scripted:
 
 
 class Chatting(Conversation):
-    """A conversation of six answers, each of which the user repeats."""
+    """A conversation of six answers. The user repeats each of them."""
 
     tasks = (Task("chat"),)
 
@@ -93,7 +94,7 @@ def play(
     max_tokens=20,
     **limits,
 ):
-    """The episodes' trajectories, and their samples: the world model learns all of them, up to
+    """(trajectories, samples) of the episodes. The world model learns all samples, up to
     `max_tokens` of an observation."""
     settings = {
         "model": {"path": "-"},
@@ -120,7 +121,7 @@ def play(
 
 
 def row_of(sample):
-    """What training runs for a sample whose observation is appended."""
+    """The token ids that training sees for a sample whose observation is appended."""
     return [
         *sample.prompt_ids,
         *sample.response_ids,
@@ -130,16 +131,16 @@ def row_of(sample):
 
 
 def check_training_sees_what_play_showed(trajectories, samples):
-    """Every sample's row begins the next turn's prompt, and each episode is one sequence, whose
-    targets are those of its samples: a response's own tokens, then the observation's."""
+    """Every sample's row begins the next turn's prompt. Each episode is one sequence. Its targets
+    are those of its samples: the response's own tokens, then the observation's."""
     start = 0
     for trajectory in trajectories:
         turns = trajectory.turns
         its_samples = samples[start : start + len(turns)]
         start += len(turns)
         for sample, following_turn in zip(its_samples, turns[1:], strict=False):
-            row = row_of(sample)
-            assert following_turn.prompt_ids[: len(row)].tolist() == row
+            row_ids = row_of(sample)
+            assert following_turn.prompt_ids[: len(row_ids)].tolist() == row_ids
         for sample, turn in zip(its_samples, turns, strict=True):
             assert sample.response_ids.tolist() == turn.response_ids.tolist()
             assert len(sample.sampled_logp) == len(turn.response_ids)
@@ -160,15 +161,15 @@ def check_training_sees_what_play_showed(trajectories, samples):
 
 
 def answers_of(chat):
-    """(token ids, whether it is cut) of a cut answer, of that answer with each end token, and of a
-    shorter one."""
+    """(token ids, whether it is cut) of a cut answer, the same answer with each end token, and a
+    shorter cut answer."""
     cut_ids = chat.response_ids(TEXT)[:-1]
     complete = [([*cut_ids, end], False) for end in sorted(chat.end_ids)]
     return [(cut_ids, True), *complete, (cut_ids[:2], True)]
 
 
 def repeated_answers(chat):
-    """The token ids alone, twice each."""
+    """The token ids of these answers, all of them twice."""
     return [ids for ids, _ in answers_of(chat) * 2]
 
 
@@ -178,16 +179,17 @@ def test_a_conversation_is_one_sequence_in_which_training_sees_what_play_shows(n
     answers = (answers_of(chat) * 2)[:6]
     trajectories, samples = play(chat, Chatting, Scripted(ids for ids, _ in answers))
     check_training_sees_what_play_showed(trajectories, samples)
-    end = chat.response_ids("")[-1:]
+    end_ids = chat.response_ids("")[-1:]
     for sample, (_, is_cut) in zip(samples, answers, strict=True):
-        assert sample.separator_ids.tolist() == end * is_cut + chat.separator_ids
+        assert sample.separator_ids.tolist() == end_ids * is_cut + chat.separator_ids
     assert {is_cut for _, is_cut in answers} == {True, False}
 
 
 @pytest.mark.parametrize("name", ["tools qwen2.5", "tools qwen3"])
 @pytest.mark.parametrize("max_tokens", [500, 20])
 def test_answers_cut_in_calls_of_tools_are_answered_after_their_end(name, max_tokens):
-    """Cut right after a call, within one, or in plain text: the template's own text follows."""
+    """Answers are cut right after a call, within one, or in plain text. The template's own text
+    follows."""
     tokenizer = TOKENIZERS[name]
     chat = Chat(tokenizer, tool_parser="transformers")
     cut_call = chat.response_ids(called("x"))[:-1]
@@ -214,17 +216,17 @@ def test_answers_cut_in_calls_of_tools_are_answered_after_their_end(name, max_to
 
 @with_every_tokenizer
 def test_a_prompt_of_one_message_is_answered_by_the_user_after_the_end_too(name):
-    """No prompt shows the end there; the row is that of an answer that ended."""
+    """No prompt shows the end of such an answer. Its row equals that of a complete answer."""
     chat = Chat(TOKENIZERS[name])
     complete = chat.response_ids(TEXT)
     _, samples_of_complete = play(chat, Honest, Scripted([complete] * 3))
     _, samples_of_cut = play(chat, Honest, Scripted([complete[:-1]] * 3))
     assert len(samples_of_cut) == 3
-    for sample, whole in zip(samples_of_cut, samples_of_complete, strict=True):
-        assert row_of(sample) == row_of(whole)
-        assert sample.response_ids.tolist() == whole.response_ids[:-1].tolist()
+    for sample, sample_of_complete in zip(samples_of_cut, samples_of_complete, strict=True):
+        assert row_of(sample) == row_of(sample_of_complete)
+        assert sample.response_ids.tolist() == sample_of_complete.response_ids[:-1].tolist()
         assert len(sample.sampled_logp) == len(complete) - 1
-        assert sample.observation_ids.tolist() == whole.observation_ids.tolist()
+        assert sample.observation_ids.tolist() == sample_of_complete.observation_ids.tolist()
         assert len(sample.observation_ids)
 
 
@@ -250,20 +252,20 @@ def test_an_answer_that_a_stop_string_ended_has_its_end_token_in_both():
 
 
 def test_a_conversation_that_outgrows_its_context_ends_with_the_end_token():
-    """The last observation, which no prompt shows, is appended as the next prompt would have shown
-    it."""
+    """No prompt shows the last observation. It is appended in the form that the next prompt would
+    have had."""
     chat = Chat(TOKENIZERS["chat qwen3"])
     answers = repeated_answers(chat)
-    (whole,), _ = play(chat, Chatting, Scripted(answers))
+    (complete,), _ = play(chat, Chatting, Scripted(answers))
     for turn_count in (1, 2):
-        next_prompt = whole.turns[turn_count].prompt_ids
+        next_prompt = complete.turns[turn_count].prompt_ids
         (trajectory,), samples = play(
             chat, Chatting, Scripted(answers), max_prompt_tokens=len(next_prompt) - 1
         )
         check_training_sees_what_play_showed([trajectory], samples)
-        row = row_of(samples[-1])
+        row_ids = row_of(samples[-1])
         assert len(samples) == turn_count
-        assert next_prompt[: len(row)].tolist() == row
+        assert next_prompt[: len(row_ids)].tolist() == row_ids
 
 
 def test_without_a_world_model_nothing_follows_an_answer():
@@ -295,9 +297,9 @@ def test_an_answer_that_a_server_cut_gets_its_end_token():
     check_training_sees_what_play_showed(trajectories, samples)
     assert len(samples) == 12
     assert all(sample.server == peer.url for sample in samples)
-    for before, after in pairwise(trajectories[0].turns):
-        shown = [*before.prompt_ids, *before.response_ids, *chat.response_ids("")[-1:]]
-        assert after.prompt_ids[: len(shown)].tolist() == shown
+    for earlier, following in pairwise(trajectories[0].turns):
+        shown_ids = [*earlier.prompt_ids, *earlier.response_ids, *chat.response_ids("")[-1:]]
+        assert following.prompt_ids[: len(shown_ids)].tolist() == shown_ids
 
 
 @pytest.mark.skipif(

@@ -1,5 +1,5 @@
-"""HTTP on loopback, both ways: servers that trickle, flood and lie to our clients, clients that
-starve our server."""
+"""HTTP on loopback in both directions: servers that trickle, flood and lie to our clients, and
+clients that starve our server."""
 
 import asyncio
 import gzip
@@ -62,12 +62,13 @@ def close(handler) -> None:
 
 
 def packed_spaces(mebibytes: int) -> bytes:
-    """A gzip stream of spaces. Every mebibyte but the first is packed alike, so only two are."""
+    """A gzip stream of spaces. All mebibytes but the first compress alike, so only two are
+    compressed."""
     packer = zlib.compressobj(wbits=31)
     spaces = b" " * (1 << 20)
-    first = packer.compress(spaces) + packer.flush(zlib.Z_FULL_FLUSH)
+    first_part = packer.compress(spaces) + packer.flush(zlib.Z_FULL_FLUSH)
     further = packer.compress(spaces) + packer.flush(zlib.Z_FULL_FLUSH)
-    return first + (mebibytes - 1) * further
+    return first_part + (mebibytes - 1) * further
 
 
 BOMB = packed_spaces(256)
@@ -96,8 +97,8 @@ def memory() -> int:
 
 @pytest.mark.parametrize("problem", BAD)
 def test_who_misbehaves_costs_little_memory(server, monkeypatch, problem):
-    """For an endpoint, and for a retriever in the cases in which it reads otherwise. What has no
-    end is given up."""
+    """Checked with an endpoint, and with a retriever in the cases that it reads differently.
+    Endless answers are given up."""
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
     server.default, reason = BAD[problem]
     before = memory()
@@ -159,8 +160,8 @@ class One:
 
 @pytest.fixture
 def serving(monkeypatch) -> Iterator[Callable[..., tuple[str, int]]]:
-    """`serving(limit=...)` runs the server in a thread, with constants of its module changed:
-    (host, port)."""
+    """`serving(limit=...)` runs the server in a thread, with changed constants of its module.
+    Returns (host, port)."""
     servers = []
 
     def start(timeout_s: float = 5.0, **limits) -> tuple[str, int]:
@@ -168,16 +169,16 @@ def serving(monkeypatch) -> Iterator[Callable[..., tuple[str, int]]]:
             monkeypatch.setattr(serving_module, name, value)
         config = SearchConfig(timeout_s=timeout_s)
         app = retriever_app.make_app(One(), config, documents=1)
-        made = serving_module.make_server(app, timeout_s=timeout_s)
+        server = serving_module.make_server(app, timeout_s=timeout_s)
         listener = socket.create_server(("127.0.0.1", 0))
-        thread = threading.Thread(target=made.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
-        servers.append((made, thread))
+        servers.append((server, thread))
         return listener.getsockname()
 
     yield start
-    for made, thread in servers:
-        made.should_exit = True
+    for server, thread in servers:
+        server.should_exit = True
         thread.join(10)
 
 
@@ -190,14 +191,14 @@ def search(address: tuple[str, int], timeout_s: float = 5.0) -> int:
 
 def test_half_open_connections_shut_nobody_out(serving):
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Both ends are in this process.
+    # This process holds both ends.
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard_limit, 8192), hard_limit))
     address = serving(HEAD_S=600)
     connections = [socket.create_connection(address) for _ in range(1100)]
     for connection in connections[::2]:
         connection.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\n")
     assert search(address, timeout_s=60) == 200
-    for connection in connections[:2]:  # they are open still
+    for connection in connections[:2]:  # still open
         connection.setblocking(False)
         with pytest.raises(BlockingIOError):
             connection.recv(1)
@@ -228,12 +229,13 @@ def test_of_too_many_connections_those_without_a_request_go(serving):
         assert search(address) == 200
     asking.sendall(b'{"query": "q"}')
     asking.settimeout(5)
-    assert b" 200 OK" in asking.recv(1 << 16)  # a request is not closed for a connection
+    # A connection with a request is not closed for another one.
+    assert b" 200 OK" in asking.recv(1 << 16)
 
     def closed() -> int:
         return sum(map(was_closed, silent))
 
-    wait_until(lambda: closed() >= 60 - 20, seconds=10)  # the server gets to it sooner or later
+    wait_until(lambda: closed() >= 60 - 20, seconds=10)  # the server closes them sooner or later
     assert closed() < 60
     for connection in [*silent, asking]:
         connection.close()
@@ -251,8 +253,8 @@ def was_closed(connection: socket.socket) -> bool:
 
 
 def is_closed(connection: socket.socket, drop: bytes) -> bool:
-    """Whether the server closes a connection on which `drop` is sent again and again, for a minute
-    at most."""
+    """Whether the server closes a connection on which `drop` is sent again and again. Waits at most
+    a minute."""
     connection.settimeout(0.05)
     deadline = time.monotonic() + 60
     closed = False
@@ -269,8 +271,8 @@ def is_closed(connection: socket.socket, drop: bytes) -> bool:
 
 
 def test_every_head_has_a_clock(serving):
-    """The first head of a connection and a later one. A huge head and a body that nobody asked for
-    keep no connection open either."""
+    """Both the first head of a connection and a later one. A huge head, or a body for an unknown
+    path, does not keep a connection open either."""
     address = serving(HEAD_S=0.5)
     for head, drop in (
         ("GET /health HTTP/1.1\r\n", b"X"),
@@ -285,15 +287,15 @@ def test_every_head_has_a_clock(serving):
     for _ in range(2):
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         answer = connection.recv(1 << 16)
-        while not answer.endswith(b"}"):  # head and body may come apart
+        while not answer.endswith(b"}"):  # head and body may arrive separately
             answer += connection.recv(1 << 16)
         assert b" 200 OK" in answer
-        time.sleep(0.75)  # kept open while nothing is asked
+        time.sleep(0.75)  # the connection stays open between requests
     connection.sendall(b"GET /health HTTP/1.1\r\n")
     assert is_closed(connection, b"")
 
 
-# --- and `paw serve env`, which is the same server
+# --- `paw serve env`, which uses the same server
 
 PACKAGE = Path(sys.prefix) / "openenv"
 GAME = Path(__file__).parents[2] / "examples" / "number_game.py"
@@ -310,11 +312,11 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def environment(paw_env) -> Iterator[tuple[str, int]]:
-    """`paw serve env` of a guessing game, in a process that can import openenv, with little
-    patience: (host, port)."""
-    env = paw_env | {"PYTHONPATH": os.pathsep.join([str(PACKAGE), paw_env["PYTHONPATH"]])}
+    """(host, port) of `paw serve env` with a guessing game, in an impatient process that can import
+    openenv."""
+    variables = paw_env | {"PYTHONPATH": os.pathsep.join([str(PACKAGE), paw_env["PYTHONPATH"]])}
     command = [sys.executable, "-c", IMPATIENT, "serve", "env", f"{GAME}:Guess", "--port", "0"]
-    child = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True)
     url = next(line for line in child.stderr if line.startswith("http")).split(": ")[0]
     # A full pipe would stop the server.
     threading.Thread(target=child.stderr.read, daemon=True).start()
@@ -327,15 +329,15 @@ needs_openenv = pytest.mark.skipif(not PACKAGE.is_dir(), reason=f"openenv is not
 
 
 def answer_to(address: tuple[str, int], path: str, length: int, body: Iterable[bytes]) -> bytes:
-    """The first line of the answer to a POST. Its body may come in parts, or be longer than the
+    """The first line of the answer to a POST. The body may come in parts or be longer than the
     server reads."""
     with socket.create_connection(address) as connection:
         connection.settimeout(10)
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
         connection.sendall(head.encode())
-        with suppress(ConnectionError):  # it reads no more
-            for part in body:
-                connection.sendall(part)
+        with suppress(ConnectionError):  # the server reads no more
+            for body_part in body:
+                connection.sendall(body_part)
         return connection.recv(1 << 16).partition(b"\r\n")[0]
 
 
@@ -363,7 +365,8 @@ def test_an_environment_served_has_a_clock_for_heads_and_bodies_and_a_limit_for_
 
 @needs_openenv
 def test_half_open_connections_shut_nobody_out_of_an_environment(environment):
-    """Nor do they end a session, which has no clock: its model may think for a long time."""
+    """The clocks do not end a session. A session has no clock, because its model may think for a
+    long time."""
     websockets = pytest.importorskip("websockets.sync.client")
     with websockets.connect(f"ws://127.0.0.1:{environment[1]}/ws") as session:
         session.send(json.dumps({"type": "reset", "data": {"index": 4}}))

@@ -1,5 +1,5 @@
-"""What a newcomer tries in the first week: help, prompts that grow too long, the functions of
-Python."""
+"""What a newcomer tries in the first week: help, prompts that grow too long, and the functions of
+the Python package."""
 
 import importlib
 import inspect
@@ -68,23 +68,23 @@ def test_an_evaluation_in_which_all_run_out_of_context_says_so_and_fails(
         "env.name": f"{tmp_path / 'long.py'}:Game", "env.max_turns": 3, "eval.games": 3, "model.dtype": "float32",
         "rollout.max_prompt_tokens": 200, "rollout.max_response_tokens": 4, "run.dir": tmp_path,
     }  # fmt: skip
-    game = tmp_path / "long.py"
+    game_file = tmp_path / "long.py"
     reason = (
         "all 3 episodes ran out of context: raise rollout.max_prompt_tokens = 200, or lower "
         "env.max_turns = 3"
     )
-    game.write_text(f"LENGTH = 40\n{TALKATIVE}")
+    game_file.write_text(f"LENGTH = 40\n{TALKATIVE}")
     failed = paw_here("eval", model, settings, code=1)
     assert reason in failed.stderr
     assert failed.stderr.count("\n") == 1
     assert "success 0.0% of 3 games" in failed.stdout
     assert "3 episodes were lost because the context was full" in failed.stdout
-    # With --out it is the evaluation that agents have.
+    # With --out, the evaluation is the one that agents use.
     failed = paw_here("eval", model, settings, "--out", tmp_path / "kept", "--json", code=1)
     assert reason in failed.stderr
     assert json.loads(failed.stdout)["context_full"] == 3
 
-    game.write_text(f"LENGTH = 1\n{TALKATIVE}")
+    game_file.write_text(f"LENGTH = 1\n{TALKATIVE}")
     finished = paw_here("eval", model, settings, "--json", code=0)
     assert not finished.stderr
     assert "context_full" not in json.loads(finished.stdout)
@@ -109,8 +109,8 @@ def test_help_of_the_functions_shows_what_they_take():
 
 
 def test_functions_stay_functions_whatever_is_imported():
-    """No module of the package has the name of a function: an import would put the module in its
-    place."""
+    """No module of the package shares its name with a function, because importing the module would
+    hide the function."""
     for module in (
         "paw.trainer",
         "paw.rollouts.scheduler",
@@ -150,23 +150,29 @@ MISTAKES = (
 
 
 def editable_install(folder: Path, env: dict[str, str]) -> Path:
-    """A new environment in which paw is installed editable, from a copy of its tree: its Python."""
+    """The Python of a new environment in which a copy of the tree is installed as editable."""
     source = folder / "source"
-    built = folder / "built"
+    build_folder = folder / "built"
     skipped = shutil.ignore_patterns("__pycache__", "*.so")
     for name in ("paw", "kernels", "csrc"):
         shutil.copytree(ROOT / name, source / name, ignore=skipped)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    build = f"import setuptools.build_meta as backend; backend.build_editable({str(built)!r})"
-    no_compiler = env | {"CC": "false", "CXX": "false"}  # the compiled head is not needed here
+    build_program = (
+        f"import setuptools.build_meta as backend; backend.build_editable({str(build_folder)!r})"
+    )
+    no_compiler = env | {"CC": "false", "CXX": "false"}  # the compiled head is not needed
     subprocess.run(
-        [sys.executable, "-c", build], cwd=source, env=no_compiler, check=True, capture_output=True
+        [sys.executable, "-c", build_program],
+        cwd=source,
+        env=no_compiler,
+        check=True,
+        capture_output=True,
     )
 
     venv.create(folder / "venv")
     (site_packages,) = (folder / "venv").glob("lib/*/site-packages")
-    (wheel,) = built.glob("*.whl")
+    (wheel,) = build_folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site_packages)
     dependencies = [path for path in sys.path if path.endswith("site-packages")]
     (site_packages / "dependencies.pth").write_text("\n".join(dependencies))
@@ -176,24 +182,24 @@ def editable_install(folder: Path, env: dict[str, str]) -> Path:
 @pytest.mark.long
 @pytest.mark.slow
 def test_type_checkers_resolve_an_editable_install(tmp_path):
-    """A user outside the tree gets the real signatures, and no error in the blocks of
+    """A user's project gets the real signatures, and no type errors in the code blocks of
     docs/python.md."""
     pytest.importorskip("pyright")
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    python = editable_install(tmp_path, env)
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    python = editable_install(tmp_path, variables)
     project = tmp_path / "project"
     project.mkdir()
-    # Types derived from torch's own code would take most of the time, and nothing here needs them.
+    # Inferring types from torch's own code would take most of the time. Nothing here needs them.
     (project / "pyrightconfig.json").write_text('{"useLibraryCodeForTypes": false}')
     (project / "right.py").write_text(USER)
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    cells = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    (project / "page.py").write_text("\n".join(cells))
+    code_blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (project / "page.py").write_text("\n".join(code_blocks))
     first_line = "import paw; config = paw.load('quickstart')"
     (project / "wrong.py").write_text("\n".join([first_line, *MISTAKES]))
 
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", str(python), "."]
-    checked = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
+    checked = subprocess.run(command, cwd=project, env=variables, capture_output=True, text=True)
     errors = []
     for report in json.loads(checked.stdout)["generalDiagnostics"]:
         if report["severity"] == "error":

@@ -1,4 +1,4 @@
-"""Whatever a server of OpenEnv does wrong costs one line, and at most an episode."""
+"""Whatever an OpenEnv server does wrong costs one line, and at most an episode."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def refused(code, message="no", **more):
 
 
 class Scripted:
-    """A server that follows a script for each connection; the last script stays.
+    """A server that follows one script per connection; the last script is repeated.
 
     A script is a list of answers: text or bytes to send, seconds to wait, or None, which cuts the
     connection.
@@ -76,13 +76,13 @@ class Scripted:
 
 @pytest.fixture
 def server():
-    made = Scripted()
-    yield made
-    made.server.shutdown()
+    scripted = Scripted()
+    yield scripted
+    scripted.server.shutdown()
 
 
 def begin(url, **settings):
-    """An environment of the server, with settings of `env`, and its first task."""
+    """(an environment of the server with these settings of `env`, its first task)."""
     changes = {"env.name": "openenv", "env.url": url}
     changes |= {f"env.{name}": value for name, value in settings.items()}
     config = load_played(None, changes)
@@ -95,8 +95,8 @@ def test_a_dropped_connection_before_the_first_step_is_made_again(server):
     environment, task = begin(server.url)
     assert environment.reset(task) == "begin"
     assert environment.step("<think>why</think> go ").observation == "go on"
-    reset = {"type": "reset", "data": task.payload}
-    assert server.asked == [reset, reset, {"type": "step", "data": {"text": "go"}}]
+    reset_request = {"type": "reset", "data": task.payload}
+    assert server.asked == [reset_request, reset_request, {"type": "step", "data": {"text": "go"}}]
     with pytest.raises(EnvironmentFailure, match="the connection was lost in step"):
         environment.step("go")
     server.scripts = [[seen("begin"), None], [seen("another begin")]]
@@ -213,8 +213,8 @@ def test_what_cannot_be_played_is_one_line(server, schema, settings, message):
 @pytest.mark.parametrize("key", ["input_schema", "inputSchema", "schema"])
 def test_tools_have_their_schemas_whatever_a_server_calls_them(server, key):
     server.schema = {"action": {"properties": {}}, "observation": TEXT}
-    put = {"name": "put", "description": "", key: {"properties": {}, "required": ["thing"]}}
-    listed = json.dumps({"type": "observation", "data": {"observation": {"tools": [put]}}})
+    put_tool = {"name": "put", "description": "", key: {"properties": {}, "required": ["thing"]}}
+    listed = json.dumps({"type": "observation", "data": {"observation": {"tools": [put_tool]}}})
     server.scripts = [[seen("begin"), listed, seen("put")]]
     environment, task = begin(server.url)
     if key == "schema":
@@ -232,8 +232,8 @@ def test_tools_have_their_schemas_whatever_a_server_calls_them(server, key):
 
 @pytest.fixture
 def counted():
-    """`counted(n)` is the URL of a server whose splits, train and test or those named, have `n`
-    tasks, as JSON. It plays none of them."""
+    """`counted(n)` is the URL of a server with `n` tasks, as JSON, in each of its splits: train and
+    test, or those named. It plays none of them."""
     answers = {"/schema": json.dumps(SCHEMA), "/list_environments": '["e"]'}
 
     class Handler(BaseHTTPRequestHandler):
@@ -294,10 +294,10 @@ def test_the_split_to_evaluate_on_is_found(counted, splits, chosen):
 @pytest.mark.parametrize("number", ["10000000000", "1" + "0" * 400])
 def test_more_tasks_than_can_be_listed_are_drawn(counted, number):
     factory = factory_of(counted(number))
-    drawn = indices_of(train_tasks(factory, 0, 100, 0))
-    assert all(0 <= index < int(number) for index in drawn)
-    assert len({*drawn}) == 100
-    assert drawn == indices_of(train_tasks(factory, 0, 100, 0))
+    drawn_indices = indices_of(train_tasks(factory, 0, 100, 0))
+    assert all(0 <= index < int(number) for index in drawn_indices)
+    assert len({*drawn_indices}) == 100
+    assert drawn_indices == indices_of(train_tasks(factory, 0, 100, 0))
     assert len(eval_tasks(factory, "test", 0, 0)) == ENDLESS_EVAL
     assert factory.fingerprint()
 
@@ -360,18 +360,23 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_container_ends_with_the_process(server, paw_env, tmp_path):
-    """A script stands in for docker, which is not on this machine: it logs the commands it gets."""
-    log = tmp_path / "log"
+    """A script takes the place of docker, which is not on this machine. It logs the commands that
+    it gets."""
+    log_file = tmp_path / "log"
     docker = tmp_path / "docker"
     answers = f"[ $1 = run ] && echo c0ffee; [ $1 = port ] && echo {server.url[7:]}; :"
-    docker.write_text(f'#!/bin/sh\necho "$@" >> {log}\n{answers}\n')
+    docker.write_text(f'#!/bin/sh\necho "$@" >> {log_file}\n{answers}\n')
     docker.chmod(0o755)
-    env = paw_env | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    variables = paw_env | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     killed = subprocess.run(
-        [sys.executable, "-c", STARTS_A_CONTAINER], env=env, capture_output=True, text=True
+        [sys.executable, "-c", STARTS_A_CONTAINER], env=variables, capture_output=True, text=True
     )
     assert killed.returncode == -9
     assert killed.stdout == f"{server.url}\n"
-    wait_until(lambda: "rm --force" in log.read_text(), seconds=10)
-    run = "run --detach --rm --publish=127.0.0.1::8000 --env=MAX_CONCURRENT_ENVS=1024 a/b:1"
-    assert log.read_text().splitlines() == [run, "port c0ffee 8000/tcp", "rm --force c0ffee"]
+    wait_until(lambda: "rm --force" in log_file.read_text(), seconds=10)
+    run_command = "run --detach --rm --publish=127.0.0.1::8000 --env=MAX_CONCURRENT_ENVS=1024 a/b:1"
+    assert log_file.read_text().splitlines() == [
+        run_command,
+        "port c0ffee 8000/tcp",
+        "rm --force c0ffee",
+    ]

@@ -1,4 +1,4 @@
-"""Passwords in URLs are used, and stand in no file and no line that anything writes."""
+"""Passwords in URLs are used, but no file and no printed line contains them."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ BESIDE = {
         "reward.rubric": "Is it right?",
     },
 }
-"""Keys that take a URL, and the choices that they need."""
+"""Keys that take a URL, with the settings that they need."""
 
 
 def with_password(url):
@@ -56,14 +56,14 @@ def takes_url(field):
 
 
 def files_of(folder):
-    """The content of each file below a folder."""
+    """{path: content} for each file below a folder."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_these_are_the_keys_that_take_a_url():
     keys = set()
     for section, field in Config.model_fields.items():
-        if section in LISTS:  # of sections that have their keys
+        if section in LISTS:  # their entries have the keys of other sections
             continue
         rows = list(fields(section, field.annotation))
         for name in built_in(field.annotation):
@@ -73,7 +73,7 @@ def test_these_are_the_keys_that_take_a_url():
 
 
 class RememberingTracker:
-    """A tracker without a package: it keeps the configurations that it is given."""
+    """A tracker without a package. It keeps the configurations that it receives."""
 
     package = "x"
 
@@ -111,7 +111,7 @@ def test_no_key_of_a_configuration_shows_a_password(key, tmp_path, capsys):
     assert SECRET not in printed.out + printed.err
     assert hidden in printed.out
 
-    path = tmp_path / "config.toml"  # a run's, which lacks the password
+    path = tmp_path / "config.toml"  # a run's configuration, which lacks the password
     path.write_text(dump(config))
     assert changes(tmp_path, config) == []
     with pytest.raises(
@@ -161,29 +161,31 @@ def test_a_long_value_is_not_cut_within_a_password():
 
 
 def test_lines_about_servers_of_the_engine_show_no_password(capsys):
-    bad = Peer("fails")
-    good = Peer()
-    urls = [with_password(peer.url) for peer in (bad, good)]
+    failing_peer = Peer("fails")
+    working_peer = Peer()
+    urls = [with_password(peer.url) for peer in (failing_peer, working_peer)]
     transfer = FileTransfer(torch.float32, 5)
-    pool = SendingPool(urls, transfer, end_ids={3}, vocabulary=50, timeout_s=5, ranks=Ranks())
-    engine = ServerEngine(pool, 64)
+    server_pool = SendingPool(
+        urls, transfer, end_ids={3}, vocabulary=50, timeout_s=5, ranks=Ranks()
+    )
+    engine = ServerEngine(server_pool, 64)
     try:
         push_weights(nn.Linear(2, 3), engine, version=1)
         completions = ask(engine)
-        hidden = good.url.replace("://", "://me:***@")
+        hidden = working_peer.url.replace("://", "://me:***@")
         assert {completion.server for completion in completions} == {hidden}
         errors = capsys.readouterr().err
         assert "://me:***@127.0.0.1" in errors
         assert "gets no requests until next weights" in errors
         assert SECRET not in errors
         assert engine.exclude([hidden])
-        assert [server.url for server in pool.servers] == urls[:1]
+        assert [server.url for server in server_pool.servers] == urls[:1]
     finally:
         engine.close()
 
 
 class Guarded(Scripted):
-    """A server of OpenEnv that asks for the password."""
+    """An OpenEnv server that asks for the password."""
 
     def http(self, connection, request):
         refusal = basic_auth(credentials=("me", "s3cr/t"))(connection, request)
@@ -198,13 +200,13 @@ def test_a_run_uses_the_password_and_writes_it_nowhere(paw_here, tiny_llm, tmp_p
     run = tmp_path / "run"
     recipe = tmp_path / "small.toml"
     recipe.write_text('[model]\npath = "-"\n')
-    keys = {
+    settings = {
         "model.path": tiny_llm(tmp_path / "model"), "run.dir": tmp_path, "run.name": "run", "run.updates": 1,
         "run.threads": 1, "rollout.tasks": 2, "rollout.group_size": 2, "eval.games": 2, "policy.kl_coef": 0,
         "engine.type": "transformers", "rollout.max_response_tokens": 4, "env.name": "openenv", "env.max_turns": 2,
     }  # fmt: skip
     try:
-        trained = paw_here("train", recipe, keys, {"env.url": url})
+        trained = paw_here("train", recipe, settings, {"env.url": url})
         assert SECRET not in trained.stdout + trained.stderr
         paw_here("report", run)
         files = files_of(run)
@@ -220,13 +222,13 @@ def test_a_run_uses_the_password_and_writes_it_nowhere(paw_here, tiny_llm, tmp_p
                 "recipe or with --env.url VALUE\n"
             ), command
         further = {"run.updates": 2, "env.url": url}
-        resumed = paw_here("train", recipe, keys, further, "--resume", "auto").stdout
+        resumed = paw_here("train", recipe, settings, further, "--resume", "auto").stdout
         assert "resumed from" in resumed
         assert "env.url" not in resumed
 
         wrong_url = url.replace(SECRET, "wrong")
         other_run = {"run.name": "other", "env.url": wrong_url}
-        errors = paw_here("train", recipe, keys, other_run, code=2).stderr
+        errors = paw_here("train", recipe, settings, other_run, code=2).stderr
         assert "wrong" not in errors
         assert "://me:***@127.0.0.1" in errors
         assert errors.count("\n") == 1
@@ -235,28 +237,28 @@ def test_a_run_uses_the_password_and_writes_it_nowhere(paw_here, tiny_llm, tmp_p
 
 
 def test_reports_of_older_runs_show_no_password(quick_run, paw_here, tmp_path):
-    """Older runs have it in config.toml and run.json."""
+    """Older runs have the password in config.toml and run.json."""
     url = with_password("http://host")
     run = shutil.copytree(quick_run, tmp_path / "run")
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace('name = "alfworld"', f'name = "{url}"'))
     info = json.loads((run / "run.json").read_text())
-    ended = {"how": "failed", "why": f"{url}: status 500", "at": info["started"]}
-    (run / "run.json").write_text(json.dumps(info | {"ended": ended}))
+    ending = {"how": "failed", "why": f"{url}: status 500", "at": info["started"]}
+    (run / "run.json").write_text(json.dumps(info | {"ended": ending}))
     paw_here("report", run)
-    page = (run / "report.html").read_text()
-    assert SECRET not in page
-    assert "failed: http://me:***@host: status 500" in page
+    report = (run / "report.html").read_text()
+    assert SECRET not in report
+    assert "failed: http://me:***@host: status 500" in report
 
 
 def test_an_evaluation_writes_the_password_nowhere(server, tmp_path, capfd):
     pytest.importorskip("openai")
-    keys = {
+    settings = {
         "env": "alfworld", "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 2, "eval.games": 2,
         "endpoint": with_password(server.url), "model": "m", "endpoint.retries": 0, "out": tmp_path / "out",
     }  # fmt: skip
     server.script = [(500, {"error": {"message": "no"}}, {})]
-    assert cli.main(["eval", *as_words(keys)]) == 1
+    assert cli.main(["eval", *as_words(settings)]) == 1
     printed = capfd.readouterr()
     assert SECRET not in printed.out + printed.err
     files = files_of(tmp_path / "out")
@@ -264,8 +266,8 @@ def test_an_evaluation_writes_the_password_nowhere(server, tmp_path, capfd):
     assert not [path for path, content in files.items() if SECRET.encode() in content]
     assert "://me:***@127.0.0.1" in (tmp_path / "out" / "episodes.jsonl").read_text()
 
-    keys |= {"endpoint": with_password("http://127.0.0.1:9"), "out": tmp_path / "other"}
-    assert cli.main(["eval", *as_words(keys)]) == 2
+    settings |= {"endpoint": with_password("http://127.0.0.1:9"), "out": tmp_path / "other"}
+    assert cli.main(["eval", *as_words(settings)]) == 2
     assert "endpoint.url = 'http://me:***@127.0.0.1:9': no answer" in capfd.readouterr().err
 
 
@@ -276,13 +278,15 @@ def test_a_retriever_is_named_without_its_password(server):
         handler.answer(200, {"result": [hits] * len(server.requests[-1]["queries"])}, {})
 
     server.default = answer
-    keys = {"env.name": "search", "env.entities": 20, "env.eval_split": "test"}
-    factory = make_factory(load("quickstart", keys | {"env.retriever": with_password(server.url)}))
+    settings = {"env.name": "search", "env.entities": 20, "env.eval_split": "test"}
+    factory = make_factory(
+        load("quickstart", settings | {"env.retriever": with_password(server.url)})
+    )
     assert SECRET not in factory.fingerprint()
     assert "http://me:***@127.0.0.1" in factory.fingerprint()
     with pytest.raises(UserError) as error:
         make_factory(
-            load("quickstart", keys | {"env.retriever": with_password("http://127.0.0.1:9")})
+            load("quickstart", settings | {"env.retriever": with_password("http://127.0.0.1:9")})
         )
     assert SECRET not in str(error.value)
     assert "me:***@127.0.0.1:9" in str(error.value)

@@ -1,8 +1,9 @@
-"""A run under all faults at once: killed, stopped and starved of disk at seeded random moments,
-again and again, on an environment that crashes on some tasks. It must end, bit for bit, as a run
-that nobody disturbed. The undisturbed run's memory, descriptors and threads must not grow.
+"""A run under all faults at once. It is killed, stopped and starved of disk at seeded random
+moments, again and again, on an environment that crashes on some tasks. It must end bit for bit as
+an undisturbed run. The undisturbed run's memory, descriptors and threads must not grow.
 
-PAW_SOAK="200 60" pytest tests/attack/test_soak.py    200 updates under 60 faults: `make soak`
+PAW_SOAK="200 60" pytest tests/attack/test_soak.py runs 200 updates under 60 faults, as `make soak`
+does.
 """
 
 import os
@@ -22,7 +23,7 @@ KINDS = ("kill", "kill", "term", "interrupt", "disk")
 
 
 class Resources(NamedTuple):
-    """What a process uses."""
+    """The resources that a process uses."""
 
     resident_kib: int
     descriptors: int
@@ -30,13 +31,13 @@ class Resources(NamedTuple):
 
 
 def line_count(run: Path) -> int:
-    """Lines of the metrics that a run has written so far."""
+    """Number of metrics lines that a run has written so far."""
     path = run / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def resources_of(pid: int) -> Resources | None:
-    """What a process uses; None if it has just ended."""
+    """The resources that a process uses, or None if it has just ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         values = dict(line.split(":", 1) for line in status.splitlines())
@@ -50,14 +51,14 @@ def resources_of(pid: int) -> Resources | None:
 
 
 def disturb(child: Any, run: Path, fault: str, rng: random.Random) -> None:
-    """Let the run write a few lines, then strike, and check how it ends."""
+    """Let the run write a few lines, disturb it, and check how it ends."""
     if fault == "disk":
-        # Metrics and model files are larger than this already: the disk is full wherever the next
-        # write happens to be.
-        size = rng.choice([1 << 10, 64 << 10, 256 << 10])
-        resource.prlimit(child.trainer, resource.RLIMIT_FSIZE, (size, size))
+        # Metrics and model files are already larger than this, so the next write finds the disk
+        # full.
+        file_bytes = rng.choice([1 << 10, 64 << 10, 256 << 10])
+        resource.prlimit(child.trainer, resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     longest_stride = max(1, min(UPDATES // 6, UPDATES // FAULTS))  # all faults fit
-    # Ctrl-C while Python itself starts is Python's to answer.
+    # Python itself handles Ctrl-C while it starts.
     shortest_stride = int(fault == "interrupt")
     target = line_count(run) + rng.randint(shortest_stride, longest_stride)
     deadline = time.monotonic() + 300
@@ -82,22 +83,22 @@ def test_faults_at_random_moments_change_nothing(paw, paw_start, tiny_llm, read_
         "eval.games": 4, "eval.every": 3, "engine.type": "transformers", "rollout.max_prompt_tokens": 512,
         "rollout.max_response_tokens": 8, "optim.lr": 1e-3, "env.name": f"{ENVIRONMENTS}:Crashing",
     }  # fmt: skip
-    calm = tmp_path / "calm" / "run"
+    undisturbed = tmp_path / "calm" / "run"
     disturbed = tmp_path / "disturbed" / "run"
-    child = paw_start("train", "quickstart", settings, {"run.dir": calm.parent})
+    child = paw_start("train", "quickstart", settings, {"run.dir": undisturbed.parent})
     measured: list[Resources] = []  # once after each update
     while child.poll() is None:
-        if line_count(calm) > len(measured) + 1:
-            used = resources_of(child.trainer)
-            if used:
-                measured.append(used)
+        if line_count(undisturbed) > len(measured) + 1:
+            resources = resources_of(child.trainer)
+            if resources:
+                measured.append(resources)
         time.sleep(0.005)
     assert child.returncode == 0, child.stderr.read()
-    early = measured[max(1, len(measured) // 4)]
-    late = measured[-1]
-    assert late.resident_kib < 1.1 * early.resident_kib
-    assert late.descriptors <= early.descriptors + 2
-    assert late.threads <= early.threads + 2
+    early_use = measured[max(1, len(measured) // 4)]
+    late_use = measured[-1]
+    assert late_use.resident_kib < 1.1 * early_use.resident_kib
+    assert late_use.descriptors <= early_use.descriptors + 2
+    assert late_use.threads <= early_use.threads + 2
 
     command = ["train", "quickstart", settings, {"run.dir": disturbed.parent}]
     rng = random.Random(7)
@@ -112,14 +113,14 @@ def test_faults_at_random_moments_change_nothing(paw, paw_start, tiny_llm, read_
     assert faults["kill"]
     assert len(faults) > 1
     paw(*command, "--resume")
-    print(f"{dict(faults)}; undisturbed: {early} -> {late}")
+    print(f"{dict(faults)}; undisturbed: {early_use} -> {late_use}")
 
-    assert read_metrics(calm) == read_metrics(disturbed)
-    newest = sorted((calm / "checkpoints").iterdir())[-1]
+    assert read_metrics(undisturbed) == read_metrics(disturbed)
+    newest = sorted((undisturbed / "checkpoints").iterdir())[-1]
     files = [
         *newest.glob("*.safetensors"),
-        calm / "hf" / "model.safetensors",
-        calm / "samples.jsonl",
+        undisturbed / "hf" / "model.safetensors",
+        undisturbed / "samples.jsonl",
     ]
     for file in files:
-        assert file.read_bytes() == (disturbed / file.relative_to(calm)).read_bytes(), file
+        assert file.read_bytes() == (disturbed / file.relative_to(undisturbed)).read_bytes(), file

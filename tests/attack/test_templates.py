@@ -1,5 +1,5 @@
-"""Chat templates that are broken, or that attack whoever renders them: one line at load, an episode
-later on."""
+"""Chat templates that are broken, or that attack the process that renders them. They cost one line
+when they are loaded, or an episode later."""
 
 import json
 import re
@@ -44,7 +44,7 @@ GREEDY = {
     "width": ("{{ '%10000000000d' % 1 }}", "it takes more than 1,024 MiB of memory"),
     "doubling": (
         "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "it takes more than ",  # time or memory, whichever runs out first
+        "it takes more than ",  # of time or of memory, whichever runs out first
     ),
 }
 
@@ -90,19 +90,19 @@ def test_commands_say_in_one_line_that_a_template_is_broken(model, paw_here, tmp
     examined = paw_here("doctor", "--model", model, code=1)
     assert f"PROBLEM               {problem}" in examined.stdout
     assert "\x1b" not in examined.stdout + examined.stderr
-    train = {"model.path": model, "run.dir": tmp_path, "env.data": "none"}
-    play = {
+    train_settings = {"model.path": model, "run.dir": tmp_path, "env.data": "none"}
+    play_settings = {
         "env.name": "alfworld",
         "env.data": "none",
         "eval.games": 2,
         "engine.type": "transformers",
     }
-    sft = {"env.data": "none", "sft.turns": 2}
+    sft_settings = {"env.data": "none", "sft.turns": 2}
     for command in (
-        ("train", "quickstart", train),
-        ("eval", model, play),
-        ("rollout", model, "--tasks", 1, play),
-        ("sft", model, "--recipe", "alfworld-grpo", "--out", tmp_path / "tuned", sft),
+        ("train", "quickstart", train_settings),
+        ("eval", model, play_settings),
+        ("rollout", model, "--tasks", 1, play_settings),
+        ("sft", model, "--recipe", "alfworld-grpo", "--out", tmp_path / "tuned", sft_settings),
     ):
         last_line = paw_here(*command, code=2).stderr.splitlines()[-1]
         assert last_line.startswith(f"paw: {problem}"), command
@@ -120,7 +120,7 @@ def test_templates_that_transformers_renders_pass_the_trial(model):
 
 
 def test_a_conversation_that_the_template_never_finishes_costs_its_episode(model, monkeypatch):
-    """The trial cannot show it: only this environment has such a role."""
+    """The trial at load cannot find it, because only this environment has such a role."""
     of_critics = "{% if m['role'] == 'critic' %}" + FOR_EVER + "{% endif %}"
     text = "{% for m in messages %}" + of_critics + "{% endfor %}" + GOOD
     chat = Chat(with_template(model, text))
@@ -144,7 +144,7 @@ def test_a_thread_that_takes_too_long_is_ended():
     with pytest.raises(TemplateLimitError, match=r"it takes more than 0\.05 s"):
         within(0.05, work)
     count = -1
-    while count != len(appended):  # until it stands still
+    while count != len(appended):  # until the thread has stopped
         count = len(appended)
         within(1.0, lambda: sum(range(10**6)))
     assert within(1.0, lambda: 7) == 7

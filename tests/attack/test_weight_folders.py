@@ -1,5 +1,5 @@
-"""Folders of weights that a killed trainer leaves in memory are removed by whoever comes next, and
-no other folders are."""
+"""The weight folders that a killed trainer leaves in memory are removed by the next process. No
+other folders are removed."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ class Env:
 
 @pytest.fixture
 def start(paw_env):
-    """`start(program, *words)` runs a trainer up to its sync: (process, its folder)."""
+    """`start(program, *words)` runs a trainer up to its sync. Returns (process, its folder)."""
     started = []
 
     def run(program, *words):
@@ -78,39 +78,39 @@ def test_weights_of_a_killed_trainer_are_removed_and_those_of_a_living_one_stay(
 def test_a_trainer_whose_end_nobody_has_asked_for_is_dead(start, tmp_path):
     child, abandoned = start(TRAINER, tmp_path)
     child.send_signal(signal.SIGKILL)
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it remains a zombie
     assert len(remove_abandoned([tmp_path])) == 1
     assert not abandoned.exists()
 
 
 def test_a_number_that_another_process_has_now_keeps_nothing(tmp_path):
-    own = make_weight_folder(tmp_path)
-    prefix, _, started, end = own.name.rsplit("-", 3)
-    earlier = own.with_name(f"{prefix}-{os.getpid()}-{int(started) - 1}-{end}")
+    own_folder = make_weight_folder(tmp_path)
+    prefix, _, started, namespace = own_folder.name.rsplit("-", 3)
+    earlier = own_folder.with_name(f"{prefix}-{os.getpid()}-{int(started) - 1}-{namespace}")
     earlier.mkdir()
     assert len(remove_abandoned([tmp_path])) == 1
-    assert own.exists()
+    assert own_folder.exists()
     assert not earlier.exists()
 
 
 def test_what_is_not_surely_abandoned_and_ours_stays(start, tmp_path, monkeypatch):
     child, abandoned = start(TRAINER, tmp_path)
     kill(child)
-    paw, weights, boot, namespace, *rest = abandoned.name.split("-")
-    of_another_boot = "-".join([paw, weights, "0" * len(boot), namespace, *rest])
-    of_another_container = "-".join([paw, weights, boot, namespace + "1", *rest])
+    paw, weights, boot, namespace, *numbers = abandoned.name.split("-")
+    of_another_boot = "-".join([paw, weights, "0" * len(boot), namespace, *numbers])
+    of_another_container = "-".join([paw, weights, boot, namespace + "1", *numbers])
     others = [of_another_boot, of_another_container, "paw-weights-0123abcd", "paw-12345"]
     for name in others:
         (tmp_path / name).mkdir()
-    link = abandoned.with_name(abandoned.name + "link")
-    link.symlink_to(tmp_path / others[0])
+    link_folder = abandoned.with_name(abandoned.name + "link")
+    link_folder.symlink_to(tmp_path / others[0])
     with monkeypatch.context() as patch:
         patch.setattr(weight_folders.os, "getuid", lambda: os.geteuid() + 1)
         assert remove_abandoned([tmp_path]) == []
         assert abandoned.exists()
     assert len(remove_abandoned([tmp_path, tmp_path / "none"])) == 1
     assert not abandoned.exists()
-    assert link.is_symlink()
+    assert link_folder.is_symlink()
     assert all((tmp_path / name).is_dir() for name in others)
 
 
@@ -118,10 +118,12 @@ def test_any_run_removes_at_its_start_what_a_killed_one_left(start, tmp_path, mo
     monkeypatch.setattr(weight_folders, "MEMORY", tmp_path)
     child, abandoned = start(TRAINER, tmp_path)
     kill(child)
-    (tmp_path / "empty.py").write_text(EMPTY)  # a run that starts, and then has nothing to play
+    (tmp_path / "empty.py").write_text(EMPTY)  # a run that starts and then has nothing to play
     environment = f"{tmp_path / 'empty.py'}:Env"
-    runs = str(tmp_path / "runs")
-    assert cli.main(["train", "quickstart", "--run.dir", runs, "--env.name", environment]) == 2
+    runs_folder = str(tmp_path / "runs")
+    assert (
+        cli.main(["train", "quickstart", "--run.dir", runs_folder, "--env.name", environment]) == 2
+    )
     assert not abandoned.exists()
     assert (
         f"removed {abandoned} (0.0 GiB): weights of a run that was killed" in capfd.readouterr().out
@@ -129,7 +131,7 @@ def test_any_run_removes_at_its_start_what_a_killed_one_left(start, tmp_path, mo
 
 
 def sync_with_a_server(folder):
-    """A trainer that has started a server and is killed during a sync."""
+    """A trainer that has started a server is killed during a sync."""
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     servers = Servers(command, [[]], folder / "servers", weights_dir=folder)
     (make_weight_folder(folder) / "model-00000.safetensors").write_bytes(bytes(1000))
