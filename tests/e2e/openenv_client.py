@@ -12,21 +12,24 @@ URL = sys.argv[1]
 
 async def play_two():
     """(what two episodes showed, turn by turn; the state of the first episode)."""
-    async with GenericEnvClient(base_url=URL) as first, GenericEnvClient(base_url=URL) as second:
+    async with (
+        GenericEnvClient(base_url=URL) as first_client,
+        GenericEnvClient(base_url=URL) as second_client,
+    ):
         observations = []
         texts = []
-        for index, client in enumerate((first, second)):
-            begun = await client.reset(split="train", index=index, seed=5)
-            observations.append(begun.observation)
-            texts.append([begun.observation["text"], begun.observation["prompt"]])
+        for index, client in enumerate((first_client, second_client)):
+            started = await client.reset(split="train", index=index, seed=5)
+            observations.append(started.observation)
+            texts.append([started.observation["text"], started.observation["prompt"]])
         for turn in range(3):
-            for index, client in enumerate((first, second)):
+            for index, client in enumerate((first_client, second_client)):
                 action = observations[index]["admissible_actions"][turn]
                 result = await client.step({"text": action})
                 observation = observations[index] = result.observation
                 texts[index] += [observation["text"], observation["prompt"]]
                 texts[index] += [result.reward, result.done, observation["valid"]]
-        return texts, await first.state()
+        return texts, await first_client.state()
 
 
 with GenericEnvClient(base_url=URL).sync() as env:

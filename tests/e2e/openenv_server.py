@@ -28,7 +28,8 @@ class GuessObservation(Observation):
 
 
 class Guess(Environment):
-    """The first letter of an answer has a number; its parity is to be that of the seed."""
+    """Guess a number whose parity equals that of the seed. The first letter of an answer stands for
+    a number."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
     state = State()
@@ -52,7 +53,7 @@ class Guess(Environment):
 
 
 class Shelf(MCPEnvironment):
-    """Tools alone: put 2 things on a shelf."""
+    """An environment with tools only: put 2 things on a shelf."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
     state = State()

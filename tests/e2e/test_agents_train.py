@@ -48,7 +48,7 @@ def test_an_agent_trains(paw_here, read_metrics, tiny_llm, tmp_path, agent, reci
         assert metrics["health/env_failures"] == 0
         assert metrics["optim/skipped"] == 0
         assert math.isfinite(metrics["policy/loss"])
-        if "reward.type" in more:  # no win, and a tenth less for each of up to four turns
+        if "reward.type" in more:  # not won, and a penalty of a tenth for each of up to four turns
             assert -0.4 <= metrics["reward/mean"] < 0.0
 
 
@@ -68,8 +68,8 @@ TABLE_2 = MODEL | {
 
 
 def test_a_recipe_of_table_2_trains(paw_here, read_metrics, tiny_llm, says_only, tmp_path):
-    """One update on questions from a file, then the table of the seven sets and their average, in
-    the paper's order."""
+    """One update on questions from a file. Then the table of the seven sets and their average is
+    printed in the paper's order."""
     questions = []
     for number, source in enumerate(SETS):
         question = {"question": f"Where is {number}?", "golden_answers": ["Tuk"]}
@@ -86,24 +86,24 @@ def test_a_recipe_of_table_2_trains(paw_here, read_metrics, tiny_llm, says_only,
         "run.dir": tmp_path, "run.name": "run",
     }  # fmt: skip
     paw_here("train", "search-r1", TABLE_2, settings)
-    run = tmp_path / "run"
-    _, metrics = read_metrics(run)
+    run_folder = tmp_path / "run"
+    _, metrics = read_metrics(run_folder)
     assert metrics["health/env_failures"] == 0
     assert metrics["optim/skipped"] == 0
     assert metrics["optim/grad_norm"] > 0
     assert metrics["optim/lr"] > 0
     assert 0 < metrics["success/all"] < 1
 
-    evaluated = paw_here("eval", run, "--json", "--out", tmp_path / "out").stdout
-    card = run / "hf" / "README.md"  # more training writes another
-    card.write_text(card.read_text().replace(": 1 updates", ": 2 updates"))
-    errors = paw_here("eval", run, "--out", tmp_path / "out", code=2).stderr
+    evaluated = paw_here("eval", run_folder, "--json", "--out", tmp_path / "out").stdout
+    model_card = run_folder / "hf" / "README.md"  # a card after further training
+    model_card.write_text(model_card.read_text().replace(": 1 updates", ": 2 updates"))
+    errors = paw_here("eval", run_folder, "--out", tmp_path / "out", code=2).stderr
     assert "holds an evaluation with updates = 1, not 2" in errors
 
-    table = json.loads(evaluated)["kinds"]
-    assert list(table) == [*SETS.values(), "Avg."]
-    average = sum(table[name]["success"] for name in SETS.values()) / len(SETS)
-    assert table["Avg."]["success"] == pytest.approx(average)
+    rows_by_kind = json.loads(evaluated)["kinds"]
+    assert list(rows_by_kind) == [*SETS.values(), "Avg."]
+    average = sum(rows_by_kind[name]["success"] for name in SETS.values()) / len(SETS)
+    assert rows_by_kind["Avg."]["success"] == pytest.approx(average)
     if PAPER.exists():
         columns = list(json.loads(PAPER.read_text())["table2"][0])[3:]
-        assert [name.lower().rstrip(".") for name in table] == columns
+        assert [name.lower().rstrip(".") for name in rows_by_kind] == columns

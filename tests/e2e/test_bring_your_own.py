@@ -31,16 +31,16 @@ def test_the_page_runs(paw_here, read_metrics, tiny_llm, tmp_path, monkeypatch):
     for block in re.findall(r"^```sh\n(.*?)^```", text, re.S | re.M):
         commands += block.replace("\\\n", " ").splitlines()
     commands.append("paw env check sums.py:Sums")
-    used = []
-    for program, *words in map(shlex.split, commands):
+    programs = []
+    for program, *arguments in map(shlex.split, commands):
         if program == "python":
-            runpy.run_path(words[0])
+            runpy.run_path(arguments[0])
             continue
-        used.append(words[0])
-        if words[0] == "train":
-            words.append(SMALL)
-        paw_here(*words)
-    assert used == ["env", "plan", "doctor", "train", "eval", "env"]
+        programs.append(arguments[0])
+        if arguments[0] == "train":
+            arguments.append(SMALL)
+        paw_here(*arguments)
+    assert programs == ["env", "plan", "doctor", "train", "eval", "env"]
     _, metrics = read_metrics(Path("runs/mine"))
     assert metrics["health/env_failures"] == 0
     assert metrics["optim/grad_norm"] > 0

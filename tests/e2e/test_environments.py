@@ -1,5 +1,5 @@
-"""WebShop, search QA, and maths problems with several attempts, trained with PaW by their recipes,
-starting at the warm-up."""
+"""The recipes for WebShop, search QA and maths problems with several attempts train with PaW,
+starting with the warm-up."""
 
 import json
 import math
@@ -21,18 +21,18 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_an_environment_trains_with_paw(paw, quick, tmp_path, name, words, steps):
-    """`words` occur only in the prompts of this environment. The warm-up has the fewest `steps`
-    that teach it to search."""
+    """`words` occur only in prompts of this environment. `steps` is the smallest number of warm-up
+    steps that teaches it to search."""
     settings = {
         "run.dir": tmp_path, "run.name": "run", "wm.alpha": 1.0, "run.updates": 1, "warmup.max_steps": steps,
         "rollout.tasks": 2, "eval.games": 2,
     }  # fmt: skip
     if name == "maths":
         settings["env.max_turns"] = 3
-    # The cache of the session holds another model.
+    # The session's cache holds another model.
     paw("train", f"{name}-quickstart", quick | settings, env={"PAW_CACHE": str(tmp_path)})
-    run = tmp_path / "run"
-    before, metrics = read_jsonl(run / "metrics.jsonl")
+    run_folder = tmp_path / "run"
+    before, metrics = read_jsonl(run_folder / "metrics.jsonl")
     assert before["eval/games"] == 2
     assert metrics["eval/games"] == 2
     assert all(math.isfinite(value) for value in metrics.values())
@@ -40,8 +40,8 @@ def test_an_environment_trains_with_paw(paw, quick, tmp_path, name, words, steps
     assert metrics["health/groups_dropped"] == 0
     assert metrics["optim/grad_norm"] > 0
     assert metrics["wm/loss"] > 0
-    exported = list((run / "hf").iterdir())
+    exported = list((run_folder / "hf").iterdir())
     assert len(exported) > 5
-    for file in exported:  # a push would send all of them
+    for file in exported:  # a push would send all of these files
         assert any(file.match(pattern) for pattern in EXPORTED)
-    assert json.dumps(words)[1:-1] in (run / "samples.jsonl").read_text()
+    assert json.dumps(words)[1:-1] in (run_folder / "samples.jsonl").read_text()

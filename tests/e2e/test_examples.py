@@ -44,18 +44,20 @@ def example(paw_env, tmp_path, monkeypatch, capfd):
     ],
 )
 def test_an_example_trains(example, read_metrics, tmp_path, name, more, said):
-    code, printed, errors = example(name, SMALL | SMALL_WARMUP | more)
-    assert code == 0, errors
-    run = tmp_path / "runs" / name.replace("_", "-")
+    exit_code, printed, errors = example(name, SMALL | SMALL_WARMUP | more)
+    assert exit_code == 0, errors
+    run_folder = tmp_path / "runs" / name.replace("_", "-")
     assert re.search(said, printed)
-    assert printed.endswith(f"{run / 'report.html'}\n")
-    _, metrics = read_metrics(run)
+    assert printed.endswith(f"{run_folder / 'report.html'}\n")
+    _, metrics = read_metrics(run_folder)
     assert metrics["health/env_failures"] == 0
     assert metrics["optim/skipped"] == 0
-    if name == "own_reward_and_loss":  # a tenth less for each of twelve turns
+    if name == "own_reward_and_loss":  # a penalty of a tenth for each of twelve turns
         assert -1.21 < metrics["reward/mean"] < metrics["success/all"] - 0.09
     if name == "tool_conversation":
-        turns = [turn for sample in read_jsonl(run / "samples.jsonl") for turn in sample["turns"]]
+        turns = [
+            turn for sample in read_jsonl(run_folder / "samples.jsonl") for turn in sample["turns"]
+        ]
         assert any(turn["action"].startswith('add({"n": ') for turn in turns)
         assert any(turn["observation"].endswith(" left.") for turn in turns)
 
@@ -79,19 +81,19 @@ def test_the_notebook_runs(paw_env, tmp_path, monkeypatch):
             if plots := [output for output in outputs if "image/png" in output.get("data", {})]:
                 with_plots.append(("".join(cell["source"]), len(plots)))
     assert hasattr(sys.modules["__main__"], "__spec__")  # multiprocessing reads it
-    training_cell, count = with_plots[0]
+    training_cell, image_count = with_plots[0]
     assert "paw.train(" in training_cell
-    assert count == 1
+    assert image_count == 1
     assert with_plots[0] == with_plots[1]
     assert len(with_plots) == 2
     assert sorted(variables["reports"]) == ["grpo", "paw"]
-    lines = read_jsonl(tmp_path / "runs" / "paw" / "metrics.jsonl")
-    assert lines[-1]["step"] == 1
+    logged = read_jsonl(tmp_path / "runs" / "paw" / "metrics.jsonl")
+    assert logged[-1]["step"] == 1
 
 
 def test_a_mistake_is_one_line(example):
-    code, printed, errors = example("own_environment", {"run.update": 3})
-    assert code == 2
+    exit_code, printed, errors = example("own_environment", {"run.update": 3})
+    assert exit_code == 2
     assert printed == ""
     assert errors == (
         "paw: command line: unknown key '--run.update'; did you mean 'run.updates'?\n"

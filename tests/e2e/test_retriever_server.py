@@ -74,29 +74,31 @@ MISTAKES = {
 
 
 def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw, monkeypatch):
-    child, url, greeting = serve("--env.topk", 2)
+    server, url, greeting = serve("--env.topk", 2)
     assert greeting.endswith(f": 3,000 documents of {corpus}, bm25\n")
-    local = make_retriever(SearchConfig(corpus=corpus))
+    local_retriever = make_retriever(SearchConfig(corpus=corpus))
     client = RemoteRetriever(url, timeout_s=30)
 
     def answers_are_right(number: int) -> bool:
         queries = [f"unique{number + 16 * i} mod{i % 7}" for i in range(8)]
-        return all(client.search(queries, 5) == local.search(queries, 5) for _ in range(4))
+        return all(
+            client.search(queries, 5) == local_retriever.search(queries, 5) for _ in range(4)
+        )
 
-    with ThreadPoolExecutor(16) as pool:
-        assert all(pool.map(answers_are_right, range(16)))
+    with ThreadPoolExecutor(16) as executor:
+        assert all(executor.map(answers_are_right, range(16)))
     with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
-        check_answers(http, local)
+        check_answers(http, local_retriever)
         check_refusals(http)
 
     host, _, port = url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(HEAD)  # and the client is gone
-    busy = paw("serve", "retriever", "--corpus", corpus, "--port", port, code=2)
-    assert re.fullmatch(r"paw: .*--port \d+: .*Address already in use.*\n", busy.stderr)
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(10) == 0
-    assert child.stderr.read() == ""
+    refused = paw("serve", "retriever", "--corpus", corpus, "--port", port, code=2)
+    assert re.fullmatch(r"paw: .*--port \d+: .*Address already in use.*\n", refused.stderr)
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(10) == 0
+    assert server.stderr.read() == ""
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
     with pytest.raises(
         UserError, match=f"'{url}/retrieve': .*; `paw serve retriever` starts such a server"
@@ -104,32 +106,32 @@ def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw
         client.search(["a"], 1)
 
 
-def check_answers(http: httpx.Client, local: Any) -> None:
+def check_answers(client: httpx.Client, local_retriever: Any) -> None:
     """Documents with and without scores, and the state of the server."""
     document = {"id": "42", "contents": '"Number 42"\nmod0 mod9 unique42'}
-    (hit,) = local.search(["unique42"], 1)[0]
+    (hit,) = local_retriever.search(["unique42"], 1)[0]
     with_scores = {"query": "unique42", "topk": 3, "return_scores": True}
-    scored = http.post("/retrieve", json=with_scores).json()
+    scored = client.post("/retrieve", json=with_scores).json()
     assert scored == {"result": [[{"document": document, "score": hit.score}]]}
     several = {"queries": ["unique42", "mod1", ""], "topk": None}
-    result = http.post("/retrieve", json=several).json()["result"]
+    result = client.post("/retrieve", json=several).json()["result"]
     assert result[0] == [document]
     assert len(result[1]) == 2
     assert result[2] == []
-    health = http.get("/health").json()
+    health = client.get("/health").json()
     assert health == {"status": "ok", "documents": 3000, "retriever": "bm25"}
 
 
-def check_refusals(http: httpx.Client) -> None:
+def check_refusals(client: httpx.Client) -> None:
     for body, reason in MISTAKES.items():
-        answer = http.post("/retrieve", content=body.encode("latin-1"), headers=JSON_TYPE)
+        answer = client.post("/retrieve", content=body.encode("latin-1"), headers=JSON_TYPE)
         assert answer.status_code == 400, (body[:40], answer.text)
         assert reason in answer.json()["error"], (body[:40], answer.text)
     answers = {
-        415: http.post("/retrieve", data={"query": "a"}),
-        404: http.post("/search", json={"query": "a"}),
-        405: http.get("/retrieve"),
-        413: http.post("/retrieve", content=stream(serving.MAX_BYTES + 1), headers=JSON_TYPE),
+        415: client.post("/retrieve", data={"query": "a"}),
+        404: client.post("/search", json={"query": "a"}),
+        405: client.get("/retrieve"),
+        413: client.post("/retrieve", content=stream(serving.MAX_BYTES + 1), headers=JSON_TYPE),
     }
     for status, answer in answers.items():
         assert answer.status_code == status, answer.text
@@ -162,8 +164,8 @@ class Slow:
 
 def test_a_busy_server_turns_requests_away_and_what_takes_too_long_ends(monkeypatch):
     monkeypatch.setattr(retriever_app, "MAX_WAITING", 2)
-    slow = Slow()
-    app = retriever_app.make_app(slow, SearchConfig(timeout_s=TIGHT_S), documents=1)
+    slow_retriever = Slow()
+    app = retriever_app.make_app(slow_retriever, SearchConfig(timeout_s=TIGHT_S), documents=1)
 
     async def body() -> AsyncIterator[bytes]:
         yield b"{"
@@ -172,16 +174,16 @@ def test_a_busy_server_turns_requests_away_and_what_takes_too_long_ends(monkeypa
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            first = asyncio.create_task(client.post("/retrieve", json={"query": "a"}))
+            first_request = asyncio.create_task(client.post("/retrieve", json={"query": "a"}))
             second = asyncio.create_task(client.post("/retrieve", json={"query": "break"}))
             await asyncio.sleep(0.2)
             turned_away = await client.post("/retrieve", json={"query": "c"})
-            slow.may_answer.set()
-            answers = [turned_away, await first, await second]
+            slow_retriever.may_answer.set()
+            answers = [turned_away, await first_request, await second]
             answers.append(await client.post("/retrieve", content=body(), headers=JSON_TYPE))
-            slow.may_answer.clear()
+            slow_retriever.may_answer.clear()
             answers.append(await client.post("/retrieve", json={"query": "c"}))
-            slow.may_answer.set()
+            slow_retriever.may_answer.set()
             return answers
 
     answers = asyncio.run(ask())
@@ -196,7 +198,7 @@ def test_a_busy_server_turns_requests_away_and_what_takes_too_long_ends(monkeypa
 
 def test_a_server_that_cannot_start_says_why(paw_here, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"id": 0, "contents": "x"}\n{"id": 1}\n')
-    for words, reason in (
+    for arguments, reason in (
         (["--corpus", "bad.jsonl"], "bad.jsonl, line 2: contents: Field required"),
         (
             ["--corpus", "missing.jsonl"],
@@ -205,7 +207,9 @@ def test_a_server_that_cannot_start_says_why(paw_here, tmp_path):
         (["--retriever", "zerosearch"], "'zerosearch' is not an index"),
         (["--port", "70000"], "--port 70000"),
     ):
-        errors = paw_here("serve", "retriever", "--port", 0, *words, code=2, cwd=tmp_path).stderr
+        errors = paw_here(
+            "serve", "retriever", "--port", 0, *arguments, code=2, cwd=tmp_path
+        ).stderr
         assert reason in errors
         assert errors.count("\n") == 1, errors
 
@@ -227,7 +231,7 @@ def test_the_client_takes_both_forms_tries_again_and_names_who_misbehaves(monkey
         assert state.requests[3] == {"queries": ["q"], "topk": 1, "return_scores": True}
         assert client.search([], 3) == []
         assert len(state.requests) == 4
-        for status, body, reason, tries in (
+        for status, body, reason, attempts in (
             (500, b"internal\nerror", "status 500: internal error; `paw serve", 3),
             (404, b"not here", "status 404: not here", 1),
             (200, b"<html>", "does not answer like a retriever .*<html>", 1),
@@ -243,7 +247,7 @@ def test_the_client_takes_both_forms_tries_again_and_names_who_misbehaves(monkey
             state.requests = []
             with pytest.raises(UserError, match=f"{state.url}/retrieve.*{reason}") as error:
                 RemoteRetriever(state.url, timeout_s=5)
-            assert len(state.requests) == tries
+            assert len(state.requests) == attempts
             assert "\n" not in str(error.value)
         state.default = lambda handler: time.sleep(TIGHT_S)
         state.requests = []

@@ -44,9 +44,9 @@ def test_the_tokenizer_is_the_published_one(smollm2):
         "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>",
     ]  # fmt: skip
     assert tokenizer.convert_ids_to_tokens(range(7)) == special
-    words = tokenizer.convert_ids_to_tokens(tokenizer("12 on\n\n34")["input_ids"])
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("12 on\n\n34")["input_ids"])
     # Each digit is a token, and text is split before white space.
-    assert words == ["1", "2", "Ġon", "ĊĊ", "3", "4"]
+    assert pieces == ["1", "2", "Ġon", "ĊĊ", "3", "4"]
 
 
 def test_the_template_is_the_published_one_and_text_forges_no_turn(smollm2):
@@ -81,14 +81,14 @@ def test_the_template_is_the_published_one_and_text_forges_no_turn(smollm2):
 
 
 def test_the_model_has_the_published_shape_and_is_made_once(smollm2, paw_here, tmp_path):
-    shape = json.loads((smollm2 / "config.json").read_text())
-    assert "quantization_config" not in shape
-    assert shape["tie_word_embeddings"]
-    assert shape["dtype"] == "float32"
-    assert shape["rope_parameters"]["rope_theta"] == 100_000
-    assert shape["max_position_embeddings"] == 8192
+    model_config = json.loads((smollm2 / "config.json").read_text())
+    assert "quantization_config" not in model_config
+    assert model_config["tie_word_embeddings"]
+    assert model_config["dtype"] == "float32"
+    assert model_config["rope_parameters"]["rope_theta"] == 100_000
+    assert model_config["max_position_embeddings"] == 8192
     made_again = paw_here("data", "smollm2", "--out", smollm2)
-    assert made_again.stdout.strip() == str(smollm2)  # at once: it is there
+    assert made_again.stdout.strip() == str(smollm2)  # returns at once because the model is there
     (tmp_path / "notes").write_text("")
     errors = paw_here("data", "smollm2", "--out", tmp_path, code=2).stderr
     assert "it is not empty and contains no model" in errors
@@ -144,16 +144,21 @@ def test_an_update_on_vllm_and_its_export_there(
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
     chat = Chat(AutoTokenizer.from_pretrained(exported))
     for prompt, answer in zip(prompts, answers, strict=True):
-        prompt_ids = list(answer.prompt_token_ids)
-        assert prompt_ids == chat.prompt_ids(prompt)
-        (output,) = answer.outputs
-        ids = list(output.token_ids)
-        logps = []
-        for token, logprobs in zip(ids, output.logprobs, strict=True):
-            logps.append(logprobs[token].logprob)
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt_ids + ids])).logits[0]
-        logits = logits[len(prompt_ids) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-        assert torch.allclose(expected, torch.tensor(logps), atol=1e-3)
-        assert logits.argmax(-1).tolist() == ids
+        assert list(answer.prompt_token_ids) == chat.prompt_ids(prompt)
+        check_greedy_answer(model, answer)
+
+
+def check_greedy_answer(model, answer):
+    """vLLM's greedy answer and its log-probs are those of the model's own forward pass."""
+    prompt_ids = list(answer.prompt_token_ids)
+    (output,) = answer.outputs
+    token_ids = list(output.token_ids)
+    log_probs = []
+    for token, candidates in zip(token_ids, output.logprobs, strict=True):
+        log_probs.append(candidates[token].logprob)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt_ids + token_ids])).logits[0]
+    logits = logits[len(prompt_ids) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(token_ids)[:, None])[:, 0]
+    assert torch.allclose(expected, torch.tensor(log_probs), atol=1e-3)
+    assert logits.argmax(-1).tolist() == token_ids

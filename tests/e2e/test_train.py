@@ -47,10 +47,10 @@ def test_a_run_leaves_everything_behind(quick_run):
     config = tomllib.loads((quick_run / "config.toml").read_text())
     assert config["rollout"]["tasks"] == 4
     assert config["optim"]["grad_clip"] == 1.0
-    info = json.loads((quick_run / "run.json").read_text())
-    assert info["games"].startswith("generated tiny")
-    assert info["wall_s"] > 0
-    assert info["parameters"] > 100_000
+    run_info = json.loads((quick_run / "run.json").read_text())
+    assert run_info["games"].startswith("generated tiny")
+    assert run_info["wall_s"] > 0
+    assert run_info["parameters"] > 100_000
     restore.verify(quick_run / "checkpoints" / "step_000002")
     report = (quick_run / "report.html").read_text()
     assert "<svg" in report
@@ -70,22 +70,22 @@ def test_a_run_leaves_everything_behind(quick_run):
 
 
 def test_metrics_are_complete_and_finite(quick_run):
-    before, first, second = read_jsonl(quick_run / "metrics.jsonl")
-    for step, metrics in enumerate((before, first, second)):
+    start, first_update, second_update = read_jsonl(quick_run / "metrics.jsonl")
+    for step, metrics in enumerate((start, first_update, second_update)):
         assert metrics["step"] == step
         for value in metrics.values():
             assert type(value) in (int, float)
             assert math.isfinite(value)
-    assert before.keys() >= EVAL_METRICS
-    assert first.keys() >= STEP_METRICS
-    assert not first.keys() & EVAL_METRICS
-    assert second.keys() >= STEP_METRICS | EVAL_METRICS
-    assert second["optim/grad_norm"] > 0
-    assert second["policy/loss"] != 0
-    assert 0 < second["optim/gradient_frac"] <= 1
-    assert second["wm/selected_frac"] == 0.75
-    assert second["eval/games"] == 4
-    assert sum(key.startswith("success/") for key in second) > 1
+    assert start.keys() >= EVAL_METRICS
+    assert first_update.keys() >= STEP_METRICS
+    assert not first_update.keys() & EVAL_METRICS
+    assert second_update.keys() >= STEP_METRICS | EVAL_METRICS
+    assert second_update["optim/grad_norm"] > 0
+    assert second_update["policy/loss"] != 0
+    assert 0 < second_update["optim/gradient_frac"] <= 1
+    assert second_update["wm/selected_frac"] == 0.75
+    assert second_update["eval/games"] == 4
+    assert sum(key.startswith("success/") for key in second_update) > 1
 
 
 def test_the_export_is_the_checkpoint(quick_run, quick_model):
@@ -113,11 +113,11 @@ def test_the_export_is_the_checkpoint(quick_run, quick_model):
 
 
 def test_rollout_lines_hold_what_the_exported_model_would_say(paw_here, quick_run, tmp_path):
-    out = tmp_path / "episodes.jsonl"
-    printed = paw_here("rollout", quick_run, "--tasks", 2, "--out", out)
+    episodes_file = tmp_path / "episodes.jsonl"
+    printed = paw_here("rollout", quick_run, "--tasks", 2, "--out", episodes_file)
     assert printed.stdout == ""
     assert "8 episodes" in printed.stderr
-    turns = read_jsonl(out)
+    turns = read_jsonl(episodes_file)
     members: dict[str, set[int]] = {}
     for turn in turns:
         members.setdefault(turn["task"], set()).add(turn["member"])
@@ -129,8 +129,8 @@ def test_rollout_lines_hold_what_the_exported_model_would_say(paw_here, quick_ru
         start = len(turn["prompt_ids"])
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, start - 1 : -1]
-        logp = logits.log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0]
-        assert torch.allclose(logp, torch.tensor(turn["sampled_logp"]), atol=1e-4)
+        log_probs = logits.log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0]
+        assert torch.allclose(log_probs, torch.tensor(turn["sampled_logp"]), atol=1e-4)
         assert turn["response"] in tokenizer.decode(turn["response_ids"])
         assert turn["outcome"].keys() == {
             "observation", "reward", "done", "won", "action", "valid", "score", "results",
@@ -157,27 +157,29 @@ def test_commands_work_on_a_run_without_export(paw_here, quick_run, tmp_path):
     assert "95 % interval" in text
     assert "generated tiny" in text
     assert digests(tmp_path / "hf") == digests(quick_run / "hf")
-    other = tmp_path / "other"
-    printed = paw_here("export", tmp_path, "--checkpoint", "step_000002", "--out", other).stdout
-    assert printed.strip() == str(other)
-    assert digests(other) == digests(quick_run / "hf")
+    copied_run = tmp_path / "other"
+    printed = paw_here(
+        "export", tmp_path, "--checkpoint", "step_000002", "--out", copied_run
+    ).stdout
+    assert printed.strip() == str(copied_run)
+    assert digests(copied_run) == digests(quick_run / "hf")
     assert paw_here("report", tmp_path).stdout.strip() == str(tmp_path / "report.html")
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")]
 
 
 def test_the_seed_decides_everything(paw, quick, quick_run, read_metrics, tmp_path):
-    again = tmp_path / "again"
+    repeated = tmp_path / "again"
     paw("train", "quickstart", quick, {"run.dir": tmp_path, "run.name": "again"})
-    checkpoints = [run / "checkpoints" / "step_000002" for run in (quick_run, again)]
+    checkpoints = [run / "checkpoints" / "step_000002" for run in (quick_run, repeated)]
     assert digests(checkpoints[0]) == digests(checkpoints[1])
     manifest, _ = checkpoint.read_manifest(checkpoints[0])
     assert manifest == checkpoint.read_manifest(checkpoints[1])[0]
-    assert read_metrics(quick_run) == read_metrics(again)
+    assert read_metrics(quick_run) == read_metrics(repeated)
     samples = (quick_run / "samples.jsonl").read_bytes()
-    assert samples == (again / "samples.jsonl").read_bytes()
+    assert samples == (repeated / "samples.jsonl").read_bytes()
 
-    other = {"run.seed": 1, "run.updates": 1, "eval.games": 2, "run.name": "other"}
-    paw("train", "quickstart", quick | other, {"run.dir": tmp_path})
+    other_seed = {"run.seed": 1, "run.updates": 1, "eval.games": 2, "run.name": "other"}
+    paw("train", "quickstart", quick | other_seed, {"run.dir": tmp_path})
     _, first_update, _ = read_metrics(quick_run)
     _, first_of_other = read_metrics(tmp_path / "other")
     assert first_update["policy/loss"] != first_of_other["policy/loss"]
@@ -200,35 +202,47 @@ def test_any_causal_lm_and_what_is_not_measured_is_absent(paw_here, tiny_llm, tm
     recipe.write_text('[model]\npath = "-"\n')
     printed = paw_here("train", recipe, settings).stdout
     paw_here("report", run)
-    # KL without a reference, the mask of a loss that has none, the cache of an engine without one.
-    absent = {"policy/kl", "wm/masked_frac", "perf/cached_frac"}
-    page = (run / "report.html").read_text()
-    assert not read_jsonl(run / "metrics.jsonl")[-1].keys() & absent
     assert "  kl " not in printed
+    check_absent_metrics(run)
+
+    with_reference = settings | {"policy.kl_coef": 0.1, "run.updates": 2}
+    printed = paw_here("train", recipe, with_reference, "--resume", "auto").stdout
+    _, first_update, second_update = read_jsonl(run / "metrics.jsonl")
+    for metrics in (first_update, second_update):
+        assert all(math.isfinite(value) for value in metrics.values())
+        assert metrics["health/sampler_mismatch"] < 1e-4
+    assert "policy/kl" not in first_update
+    assert second_update["policy/kl"] > 0
+    assert "  kl " in printed
+    assert second_update["policy/entropy"] > 1
+    assert second_update["wm/loss"] > 0
+    initial_weights = load_file(model / "model.safetensors")
+    trained_weights = load_file(run / "hf" / "model.safetensors")
+    changed_names = [
+        name
+        for name in trained_weights
+        if not torch.equal(initial_weights[name], trained_weights[name])
+    ]
+    assert changed_names == list(initial_weights), "every weight gets a gradient"
+
+    episodes_file = tmp_path / "out.jsonl"
+    paw_here("rollout", run, "--tasks", 1, "--out", episodes_file, {"rollout.group_size": 2})
+    check_turns_in_paper_style(read_jsonl(episodes_file), run)
+
+
+def check_absent_metrics(run):
+    """Metrics that were not measured are in no file of the run."""
+    # KL without a reference, the mask of a loss without one, the cache of an engine without one
+    absent = {"policy/kl", "wm/masked_frac", "perf/cached_frac"}
+    assert not read_jsonl(run / "metrics.jsonl")[-1].keys() & absent
+    page = (run / "report.html").read_text()
     assert "policy/entropy" in page
     assert not any(key in page for key in absent)
     assert not (run / "plots" / "policy_kl.png").exists()
     assert (run / "plots" / "policy_entropy.png").exists()
 
-    with_reference = settings | {"policy.kl_coef": 0.1, "run.updates": 2}
-    printed = paw_here("train", recipe, with_reference, "--resume", "auto").stdout
-    _, first, second = read_jsonl(run / "metrics.jsonl")
-    for metrics in (first, second):
-        assert all(math.isfinite(value) for value in metrics.values())
-        assert metrics["health/sampler_mismatch"] < 1e-4
-    assert "policy/kl" not in first
-    assert second["policy/kl"] > 0
-    assert "  kl " in printed
-    assert second["policy/entropy"] > 1
-    assert second["wm/loss"] > 0
-    before = load_file(model / "model.safetensors")
-    after = load_file(run / "hf" / "model.safetensors")
-    moved = [name for name in after if not torch.equal(before[name], after[name])]
-    assert moved == list(before), "every weight gets a gradient"
 
-    out = tmp_path / "out.jsonl"
-    paw_here("rollout", run, "--tasks", 1, "--out", out, {"rollout.group_size": 2})
-    turns = read_jsonl(out)
+def check_turns_in_paper_style(turns, run):
     assert max(len(turn["response_ids"]) for turn in turns) == 12
     assert "<think>" in turns[0]["prompt"]
     for turn in turns:
@@ -242,19 +256,19 @@ def test_any_causal_lm_and_what_is_not_measured_is_absent(paw_here, tiny_llm, tm
 def test_the_python_page_runs_as_a_notebook(quick, paw_env, tmp_path, monkeypatch, capfd):
     """The blocks of docs/python.md run in order, in one process and one namespace, inside a running
     event loop, with fewer updates."""
-    brief = quick | {"run.updates": 1, "eval.games": 2}
-    load = paw.load
+    brief_settings = quick | {"run.updates": 1, "eval.games": 2}
+    original_load = paw.load
 
     def brief_load(recipe, **changes):
-        for key, value in brief.items():
+        for key, value in brief_settings.items():
             if key.startswith("warmup.") and "model.path" in changes:
                 continue  # a user's own model has no warm-up
             changes[key] = value
-        return load(recipe, **changes)
+        return original_load(recipe, **changes)
 
-    async def run_cells(cells, names):
+    async def run_cells(cells, variables):
         for number, cell in enumerate(cells, start=1):
-            exec(compile(cell, f"docs/python.md, block {number}", "exec"), names)  # noqa: S102
+            exec(compile(cell, f"docs/python.md, block {number}", "exec"), variables)  # noqa: S102
             await asyncio.sleep(0)
             # One report is enough, since each takes seconds.
             monkeypatch.setitem(CALLBACKS, "report", "builtins:object")
@@ -264,25 +278,25 @@ def test_the_python_page_runs_as_a_notebook(quick, paw_env, tmp_path, monkeypatc
     monkeypatch.setattr(paw, "load", brief_load)
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
     cells = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    names = {"__name__": "__main__"}
-    asyncio.run(run_cells(cells, names))
+    variables = {"__name__": "__main__"}
+    asyncio.run(run_cells(cells, variables))
 
-    assert names["report"] == tmp_path / "runs" / "quickstart" / "report.html"
-    assert names["report"].is_file()
-    assert names["table"].index.tolist() == [0, 1]
-    assert names["table"]["policy/loss"].notna().tolist() == [False, True]
-    assert names["result"]["games"] == 32
-    assert names["result"]["failures"] == 0
-    groups = names["groups"]
+    assert variables["report"] == tmp_path / "runs" / "quickstart" / "report.html"
+    assert variables["report"].is_file()
+    assert variables["table"].index.tolist() == [0, 1]
+    assert variables["table"]["policy/loss"].notna().tolist() == [False, True]
+    assert variables["result"]["games"] == 32
+    assert variables["result"]["failures"] == 0
+    groups = variables["groups"]
     assert [len(group.trajectories) for group in groups] == [2, 2]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     turn_count = sum(len(trajectory.turns) for trajectory in trajectories)
     assert len(read_jsonl(tmp_path / "episodes.jsonl")) == turn_count
     assert (tmp_path / "tuned" / "model.safetensors").is_file()
     assert (tmp_path / "runs" / "further" / "hf").is_dir()
-    assert names["plan"].fits
-    assert names["plan"].config.lora.rank == 32
+    assert variables["plan"].fits
+    assert variables["plan"].config.lora.rank == 32
     assert digests(tmp_path / "model") == digests(tmp_path / "runs" / "quickstart" / "hf")
-    assert names["watched"].parent.name == "watched"
-    assert paw.train(names["config"]).parent.name == "centred"
+    assert variables["watched"].parent.name == "watched"
+    assert paw.train(variables["config"]).parent.name == "centred"
     assert "32 games" in capfd.readouterr().out
