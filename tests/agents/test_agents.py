@@ -149,7 +149,7 @@ def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
             expected[place] = [turn.response for turn in episode.turns]
     assert responses == expected
     assert len(responses) == 6
-    assert responses[0] != responses[1], "attempts at a game are draws of their own"
+    assert responses[0] != responses[1], "attempts at a game are drawn independently"
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["pass_at_2"] >= results["pass_at_1"] == results["success"]
 

@@ -25,8 +25,8 @@ def play(seed=0):
     """Groups of random episodes. Some turns are invalid and some observations are empty."""
     rng = random.Random(seed)
 
-    def ids(low, limit):
-        return [rng.randrange(VOCAB) for _ in range(rng.randint(low, limit))]
+    def ids(lowest, highest):
+        return [rng.randrange(VOCAB) for _ in range(rng.randint(lowest, highest))]
 
     def turn(reward, done):
         response = ids(1, 5)

@@ -16,19 +16,21 @@ from paw.config.sections import OptimConfig
 from paw.distributed.ranks import Ranks
 
 
-@given(n=st.integers(0, 300), size=st.integers(1, 100), seed=st.integers(0, 2**40))
+@given(row_count=st.integers(0, 300), size=st.integers(1, 100), seed=st.integers(0, 2**40))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_minibatches_hold_every_row_once_in_nearly_equal_parts(n, size, seed):
-    rows = [make_row(random.Random(0), step=i) for i in range(n)]
+def test_minibatches_hold_every_row_once_in_nearly_equal_parts(row_count, size, seed):
+    rows = [make_row(random.Random(0), step=step) for step in range(row_count)]
     row_batches = minibatches(rows, size=size, seed=seed)
-    assert sorted(row.step for row_batch in row_batches for row in row_batch) == list(range(n))
-    assert len(row_batches) == (max(1, round(n / size)) if n else 0)
+    assert sorted(row.step for row_batch in row_batches for row in row_batch) == list(
+        range(row_count)
+    )
+    assert len(row_batches) == (max(1, round(row_count / size)) if row_count else 0)
     if row_batches:
         assert max(map(len, row_batches)) - min(map(len, row_batches)) <= 1
 
 
 def test_minibatches_are_shuffled_by_the_seed_alone():
-    rows = [make_row(random.Random(0), step=i) for i in range(40)]
+    rows = [make_row(random.Random(0), step=step) for step in range(40)]
 
     def order(seed):
         return [row.step for part in minibatches(rows, size=10, seed=seed) for row in part]

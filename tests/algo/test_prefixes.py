@@ -83,7 +83,7 @@ def test_auto_shares_only_what_pays():
         unshared_clusters, lengths
     )
 
-    short_rows = [row[80:140] for row in rows]  # 20 shared tokens, and 40 that belong to one row
+    short_rows = [row[80:140] for row in rows]  # 20 shared tokens and 40 of each row's own
     barely_shared = clusters(short_rows, [0] * 4, budget=10_000)
     assert Packing(budget=10_000, share_prefixes="auto").sharing_pays(barely_shared, [60] * 4)
     assert not Packing(budget=10_000, share_prefixes="auto", pads=True).sharing_pays(

@@ -170,7 +170,7 @@ def test_turns_in_one_sequence_learn_as_they_do_one_by_one(wm, norm):
     separate = [replace(sample, continues=False) for sample in samples]
     assert len(sequences(samples, with_observation=wm)) == 6
     assert len(sequences(separate, with_observation=wm)) == 30
-    policy.double()  # bfloat16: the body's rounding depends on what a sequence is batched with
+    policy.double()  # the body's rounding depends on what a sequence is batched with
     objective = Objective(norm=norm, kl_coef=0.1, entropy_coef=0.01, rho=0.05)
     loss, gradient = packed(policy, samples, objective, update_samples=40, with_observation=wm)
     loss_alone, gradient_alone = packed(

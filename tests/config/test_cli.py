@@ -167,7 +167,7 @@ MISTAKES = [
     (["report", "."], "no metrics.jsonl in it"),
     (["doctor", "--kernels", "--json"], "prints no JSON; leave --json out"),
     (["doctor", "--fix"], "unknown option '--fix'"),
-    (["doctor", "--kernel"], "unknown option '--kernel'"),  # half a word does not match
+    (["doctor", "--kernel"], "unknown option '--kernel'"),  # options cannot be abbreviated
     (["experiment", "compare", "quickstart", "--report"], "unknown option '--report'"),
     (["report", ".", "--optim.lr", "1"], "unknown option '--optim.lr'; see --help"),
     (["export", "nowhere"], "nowhere: no run directory"),
@@ -270,12 +270,8 @@ def test_a_run_is_named_after_its_recipe_and_numbered(capsys, tmp_path):
     (tmp_path / "quickstart").mkdir()  # a folder that contains no run
     assert name_of() == "quickstart"
     (tmp_path / "quickstart").rmdir()
-    for name in (
-        "quickstart",
-        "quickstart-2",
-        "quickstart-9",
-        "quickstart-10",
-    ):  # sorted as numbers, not as text
+    # Sorted as numbers, not as text.
+    for name in ("quickstart", "quickstart-2", "quickstart-9", "quickstart-10"):
         make_run(tmp_path, name)
     assert name_of() == "quickstart-11"
     assert name_of("quickstart", "--resume", "auto") == "quickstart-10"

@@ -387,7 +387,7 @@ def test_each_kind_of_name(folder, monkeypatch):
         plugins._registered.cache_clear()
 
     first = plugins.load("envs", "mine.py:Maze")
-    assert plugins.load("envs", "mine.py:Maze") is first  # read again because it has changed
+    assert plugins.load("envs", "mine.py:Maze") is first  # read again only after a change
     (folder / "mine.py").write_text("Maze = 5  # shorter\n")
     assert plugins.load("envs", "mine.py:Maze") == 5
 

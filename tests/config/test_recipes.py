@@ -213,33 +213,33 @@ def test_the_settings_are_those_the_paper_prints(printed):
 def test_the_numbers_beside_ours_are_those_the_paper_prints(printed):
     numbers: dict[tuple[str, str], dict[str, float]] = {}
 
-    def put(env: str, model: str, arm: str, value: float) -> None:
+    def put(environment: str, model: str, arm: str, value: float) -> None:
         name = model.removesuffix("-Instruct").replace("Llama3", "Llama-3")
-        assert numbers.setdefault((env, name), {}).setdefault(arm, value) == value
+        assert numbers.setdefault((environment, name), {}).setdefault(arm, value) == value
 
     columns = (
         ("table1", "alfworld", "all"),
         ("table1", "webshop", "webshop_success"),
         ("table2", "search", "avg"),
     )
-    for table, env, column in columns:
+    for table, environment, column in columns:
         for row in printed[table]:
             if arm := METHODS.get(row["method"], "").replace("grpo-paw", "paw"):
-                put(env, row["base"], arm, row[column])
+                put(environment, row["base"], arm, row[column])
     for row in printed["table3"]["rows"]:
         arm = row["rl"].lower()
         put("webshop", row["model"], arm, row["vanilla"])
         put("webshop", row["model"], "paw" if arm == "grpo" else f"{arm}-paw", row["paw"])
     for row in printed["table4"]["rows"]:
         arm = ABLATIONS[row["method"]].replace("grpo-paw", "paw").removeprefix("paw-")
-        for env in ("alfworld", "webshop"):
-            put(env, "Qwen2.5-1.5B-Instruct", arm, row[env])
+        for environment in ("alfworld", "webshop"):
+            put(environment, "Qwen2.5-1.5B-Instruct", arm, row[environment])
     for values_by_arm in numbers.values():  # baselines outside the comparison
         for arm in ("r1", "zerosearch"):
             values_by_arm.pop(arm, None)
     assert {
-        (env, model): values_by_arm
-        for env, models in PAPER.items()
+        (environment, model): values_by_arm
+        for environment, models in PAPER.items()
         for model, values_by_arm in models.items()
     } == numbers
     assert {arm for values_by_arm in numbers.values() for arm in values_by_arm} <= VARIANTS.keys()

@@ -282,27 +282,18 @@ def test_compact_prompts():
 def test_paper_projection():
     for response, action, valid in (
         ("<think>a</think>\n<ACTION>\n Open Drawer 1 \n</ACTION>", "open drawer 1", True),
-        (
-            "<think>a</think><action>dance</action><action>help</action>",
-            "dance",
-            True,
-        ),  # not admissible, but well-formed
-        (
-            "<action>look</action></think><think>",
-            "look",
-            True,
-        ),  # the reference requires both tags, in any order
+        # Not admissible, but well-formed.
+        ("<think>a</think><action>dance</action><action>help</action>", "dance", True),
+        # The reference requires both tags, in any order.
+        ("<action>look</action></think><think>", "look", True),
         ("<action>look</action>", "look", False),
         ("<THINK>a</THINK><action>look</action>", "look", False),
         ("<think>a</think><action>look 看</action>", "look 看", False),
         ("<think>\u3042 \ua000</think><action>look</action>", "look", True),
         ("<think>a</think><action>look", "<think>a</think><action>look"[-30:], False),
         ("", "", False),
-        (
-            "<think>a</think></action><action>look",
-            "",
-            True,
-        ),  # closed before it opens: as in the reference, nothing is between
+        # Closed before it opens, so nothing is between the tags, as in the reference.
+        ("<think>a</think></action><action>look", "", True),
         (
             "I would rather GO TO the shelf 1 now, please",
             "er go to the shelf 1 now, please"[-30:],

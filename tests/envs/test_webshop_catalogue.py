@@ -167,9 +167,8 @@ def test_products_goals_and_search(tmp_path: Path):
         "Lumo Tree Shampoo",
     ]
     assert shop_of_four.search("lavender") == [first]  # the value of an option
-    assert (
-        shop_of_four.search("good") == [] == shop_of_four.search("the")
-    )  # the second bullet is not indexed
+    # The second bullet is not indexed.
+    assert shop_of_four.search("good") == [] == shop_of_four.search("the")
     file_bytes = (tmp_path / ENTRIES).read_bytes() + (tmp_path / ITEMS).read_bytes()
     assert shop_of_four.digest == hashlib.sha256(file_bytes).hexdigest()
     people = load(tmp_path, PEOPLE).goals

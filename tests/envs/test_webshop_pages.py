@@ -415,12 +415,8 @@ def test_the_type():
         (LONG, "Aa Bb Cc", {}, 1.0),  # 3 of 11: more than 0.2
         (LONG, "Aa Bb", {}, 0.5),  # 2 of 11
         (LONG, "Aa Bb", SAME, 1.0),
-        (
-            LONG,
-            "Aa Bb",
-            {"product_category": "Men › Sale › Clothing"},
-            1.0,
-        ),  # two parts of the path match, in any order
+        # Two parts of the path match, in any order.
+        (LONG, "Aa Bb", {"product_category": "Men › Sale › Clothing"}, 1.0),
         (LONG, "Aa Bb", {"product_category": "Men › Men › Shoes"}, 0.5),
         (LONG, "Aa", SAME, 0.1),  # 1 of 11: less than 0.1, and the same query does not save it
         (LONG, "Zz", SAME, 0.0),

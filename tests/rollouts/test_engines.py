@@ -263,7 +263,7 @@ def test_stale_weights_say_what_was_compared_and_where_to_look():
     by_server = SampledBy(servers=["http://a"], index=np.array([1], np.int32))
     with pytest.raises(StaleWeightsError) as error:
         sampler_mismatch(np.array([-1.0]), np.array([-3.0]), by_server)
-    assert "`sync`" not in str(error.value)  # a key that the user has not set
+    assert "`sync`" not in str(error.value)  # servers have none that the user wrote
 
 
 class TakesTheFirst(TransformersEngine):
@@ -290,7 +290,7 @@ def test_missing_vllm_names_the_extra(monkeypatch, tmp_path):
         "DO_NOT_TRACK",
         "VLLM_LOGGING_LEVEL",
     ):
-        monkeypatch.setenv(name, "0")  # restores what the import changes
+        monkeypatch.setenv(name, "0")  # undoes what the import sets
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r"pip install 'paw-trainer\[vllm\]'"):
         VllmEngine(tmp_path, end_ids=[1], max_model_len=8)

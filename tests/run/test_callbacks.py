@@ -53,14 +53,14 @@ def test_an_update_is_one_line_of_the_first_rank():
         "health/env_failures": 2,
     }
     updates = [(1, METRICS | {"policy/kl": math.nan, "policy/entropy": None}), (2, evaluation)]
-    first, second = Stage(updates=150).show(Progress(), *updates)
-    assert first.startswith("update   1/150  reward 3.2  success 32.0%  lambda 0.680  ")
-    assert "2,310 tok/s" in first
-    assert "21.3 GiB" in first
-    assert "kl" not in first
-    assert "entropy" not in first
-    assert second.startswith("update   2/150  eval 41.0% of 100 games  ")
-    assert "environment failures 2" in second
+    first_line, second_line = Stage(updates=150).show(Progress(), *updates)
+    assert first_line.startswith("update   1/150  reward 3.2  success 32.0%  lambda 0.680  ")
+    assert "2,310 tok/s" in first_line
+    assert "21.3 GiB" in first_line
+    assert "kl" not in first_line
+    assert "entropy" not in first_line
+    assert second_line.startswith("update   2/150  eval 41.0% of 100 games  ")
+    assert "environment failures 2" in second_line
     assert Stage(is_first_rank=False).show(Progress(), *updates) == []
 
 
@@ -114,12 +114,11 @@ def test_samples_show_what_was_seen_and_expected():
         assert len(shown_turn["observation_tokens"]) == len(shown_turn["observation_token_p"]) <= 16
         assert all(0 <= p <= 1 for p in shown_turn["observation_token_p"])
         assert shown_turn["entropy"] == pytest.approx(sum(turn.entropy) / len(turn.entropy))
-        if (
-            shown_turn["observation_token_p"][0] > 0.5
-        ):  # the greedy prediction is the most likely token
+        # The greedy prediction is the most likely token.
+        if shown_turn["observation_token_p"][0] > 0.5:
             assert shown_turn["predicted"].startswith(shown_turn["observation_tokens"][0])
 
-    turn = episode.turns[0]  # what cannot be predicted is not shown
+    turn = episode.turns[0]  # what cannot be predicted is left out
     too_long = Turn(**{**vars(turn), "prompt_ids": turn.prompt_ids.tolist() * 100})
     silent = Turn(
         **{**vars(turn), "outcome": Outcome("", 0.0, True, False, "look", True), "entropy": None}

@@ -54,5 +54,5 @@ def test_names_on_the_pages_are_declared():
             rf"`({'|'.join(PREFIXES)})/(?:\{{([a-z_,]+)\}}|([a-z_]+))`", text
         ):
             names |= {f"{prefix}/{part}" for part in (group.split(",") if group else [name])}
-        # belongs to an experiment whose code is gone
+        # wm/factor belongs to an experiment whose code is gone.
         assert not undeclared(names) - {"wm/factor"}, path

@@ -128,8 +128,6 @@ def test_a_full_disk_is_one_line(tmp_path):
     fails_in_one_line = pytest.raises(
         UserError, match=r"metrics\.jsonl: No space left on device: free some space"
     )
-    with (
-        open_log(tmp_path) as metrics_log,
-        fails_in_one_line,
-    ):  # no buffered data can fail again
+    # The log leaves no buffered data that would fail again when it is closed.
+    with open_log(tmp_path) as metrics_log, fails_in_one_line:
         metrics_log.log(1, {"reward/mean": 0.5})

@@ -76,7 +76,7 @@ def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
         for measurement in client.get_metric_history(mlflow_run.info.run_id, "reward/mean")
     ] == EXPECTED
     client.delete_run(mlflow_run.info.run_id)
-    play("mlflow", tmp_path / "run")  # which does not fail the run
+    play("mlflow", tmp_path / "run")  # a run that was deleted is no reason to fail
     assert len(client.search_runs([mlflow_run.info.experiment_id])) == 1
 
 
