@@ -138,33 +138,29 @@ def run_ranks(
     """Run `paw` in a rank for each command, in its folder, as torchrun would. Returns (exit code,
     standard error) of each."""
     shared = torchrun_variables(len(commands), on_host)
-    with ExitStack() as open_files:
-        nowhere = open_files.enter_context(Path(os.devnull).open("w"))
-        errors = [open_files.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
-        ranks = []
-        for number, (words, folder, error_file) in enumerate(
-            zip(commands, folders, errors, strict=True)
-        ):
-            variables = shared | {
-                "RANK": number,
-                "LOCAL_RANK": number % on_host,
-                "OMP_NUM_THREADS": 1,
-            }
+    with ExitStack() as cleanup:
+        nowhere = cleanup.enter_context(Path(os.devnull).open("w"))
+        error_files = [cleanup.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
+        children = []
+        for rank, (words, folder) in enumerate(zip(commands, folders, strict=True)):
+            variables = shared | {"RANK": rank, "LOCAL_RANK": rank % on_host, "OMP_NUM_THREADS": 1}
             if homes:
-                variables["HOME"] = homes[number]
-            env = os.environ | {name: str(value) for name, value in variables.items()}
-            ranks.append(
-                Child(
-                    words, env=env, cwd=str(folder), out=nowhere.fileno(), err=error_file.fileno()
-                )
+                variables["HOME"] = homes[rank]
+            child = Child(
+                words,
+                env=os.environ | {name: str(value) for name, value in variables.items()},
+                cwd=str(folder),
+                out=nowhere.fileno(),
+                err=error_files[rank].fileno(),
             )
-            open_files.callback(ranks[-1].kill)
-        exit_codes = [rank.wait(200) for rank in ranks]
-        for error_file in errors:
+            children.append(child)
+            cleanup.callback(child.kill)
+        exit_codes = [child.wait(200) for child in children]
+        errors = []
+        for error_file in error_files:
             error_file.seek(0)
-        return [
-            (code, error_file.read()) for code, error_file in zip(exit_codes, errors, strict=True)
-        ]
+            errors.append(error_file.read())
+        return list(zip(exit_codes, errors, strict=True))
 
 
 def torchrun_variables(count: int, on_host: int) -> dict[str, Any]:
