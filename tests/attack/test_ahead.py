@@ -32,7 +32,15 @@ from paw.config.sections import (
 from paw.errors import UserError
 from paw.rollouts.background import ahead
 from paw.rollouts.background.ahead import AsyncRollouts
-from paw.rollouts.background.messages import Channel, FromPlayer, UpdatePlayed
+from paw.rollouts.background.messages import (
+    Alive,
+    Channel,
+    FromPlayer,
+    FromTrainer,
+    PlayUpdate,
+    UpdatePlayed,
+)
+from paw.rollouts.background.player import Player
 from paw.rollouts.base import RolloutStats
 from paw.rollouts.engines.settings import ServerConfig
 from paw.rundir.signals import StopSignal
@@ -251,6 +259,22 @@ def test_programs_of_environments_can_be_ended_and_end_with_the_run(played_ahead
     assert not living("left")
     assert len(logged("closed")) >= 4
     assert set(logged("closed")) == {"-15"}
+
+
+def test_a_trainer_that_has_ended_is_no_failure_of_an_update(capfd):
+    """Progress is reported from the loop that plays. That it reaches nobody is not worth a
+    traceback."""
+    trainer_end, player_end = socket.socketpair()
+    trainer_end.close()
+    channel = Channel(player_end, FromTrainer)
+    playing = SimpleNamespace(_channel=channel, _report=lambda *counts: channel.send(Alive()))
+    rollouts = SimpleNamespace(
+        tasks=lambda step, count: [],
+        play_share_of_update=lambda step, tasks, report: report(1, 2),
+    )
+    Player._play(playing, rollouts, PlayUpdate(step=0, count=1))
+    assert capfd.readouterr().err == ""
+    channel.close()
 
 
 def test_when_the_trainer_is_killed_it_ends_with_all_that_it_started(

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import to_json
 
-from paw.errors import LINE_CHARS, UserError, clean
+from paw.errors import LINE_CHARS, UserError, clean, describe
 from paw.rollouts.base import RolloutResult
 from paw.rollouts.exchange import set_tasks, turns_of
 from paw.types import Task, Turn, no_ids, no_values
@@ -226,6 +226,10 @@ def _take_fields(turn: Turn, names: Sequence[str]) -> list[np.ndarray | None]:
     return arrays
 
 
+class ChannelClosed(ConnectionError):
+    """The other end of a channel is closed."""
+
+
 class Channel:
     """One end of a socket. `incoming` is the type of messages it receives."""
 
@@ -236,11 +240,14 @@ class Channel:
         self._received = bytearray()
 
     def send(self, message: Message) -> None:
-        """May be called from any thread. Raises OSError if the other end is closed."""
+        """May be called from any thread. Raises ChannelClosed if the other end is closed."""
         line = to_json(message, bytes_mode="base64", inf_nan_mode="constants")
-        with self._sending:
-            self._socket.sendall(line)
-            self._socket.sendall(b"\n")
+        try:
+            with self._sending:
+                self._socket.sendall(line)
+                self._socket.sendall(b"\n")
+        except OSError as error:
+            raise ChannelClosed(describe(error)) from error
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """Return the next message; None if no byte arrives for `timeout_s` seconds.

@@ -26,6 +26,7 @@ from paw.model.loading import load_tokenizer
 from paw.rollouts.background.messages import (
     Alive,
     Channel,
+    ChannelClosed,
     EpisodesEnded,
     FromTrainer,
     PlayUpdate,
@@ -145,7 +146,7 @@ class Player:
         threads.close(*closing_calls)
 
     def _play(self, rollouts: PlayerRollouts, request: PlayUpdate) -> None:
-        with suppress(OSError):  # the trainer has ended
+        with suppress(ChannelClosed):  # the trainer has ended
             try:
                 tasks = rollouts.tasks(request.step, request.count)
                 result = rollouts.play_share_of_update(request.step, tasks, self._report)
@@ -153,6 +154,8 @@ class Player:
                 rollouts.playing = None
                 self._idle.append(rollouts)
                 self._channel.send(answer)
+            except ChannelClosed:
+                raise
             except BaseException as error:
                 self._channel.send(UpdateFailed.of(request.step, as_user_error(error)))
 
