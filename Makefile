@@ -71,12 +71,12 @@ OPENENV := openenv==0.10.0 fastmcp-slim==3.4.10 mcp==1.30.0 py-key-value-aio==0.
 # Two parts of TextWorld are compiled: by one core, while the other installs, and compiles the bytecode of what each of
 # the tests' processes imports first.
 $(VENV)/.test: $(VENV)/.uv pyproject.toml constraints.txt setup.py csrc/rows.cpp
-	$(MAKE) -j2 VENV=$(VENV) PYTHON=$(PYTHON) $(VENV)/.compiled $(VENV)/.wheels
-	$(INSTALL) $(CONSTRAINTS) $(VENV)/compiled/*.whl "paw-trainer[alfworld]"
+	$(MAKE) -j2 VENV=$(VENV) PYTHON=$(PYTHON) $(VENV)/compiled/.done $(VENV)/.wheels
+	$(INSTALL) $(CONSTRAINTS) --find-links $(VENV)/compiled "paw-trainer[alfworld]"
 	touch $@
 
 # pip makes the wheels, because uv would keep others from installing meanwhile.
-$(VENV)/.compiled: $(VENV)/.uv constraints.txt
+$(VENV)/compiled/.done: $(VENV)/.uv constraints.txt
 	rm -rf $(VENV)/compiled
 	CC=$(CURDIR)/tests/support/quick_cc CXX=$(CURDIR)/tests/support/quick_c++ \
 	  CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tests/support/quick_build.cmake \

@@ -106,8 +106,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # gc.collect() then skips what is imported already, which saves 0.2 s each time
-    gc.enable()
     start_server()
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist's own loops are the last that is asked
+def pytest_runtestloop() -> None:
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

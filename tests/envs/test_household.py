@@ -282,7 +282,7 @@ def test_official_games_match_the_real_engine(both, official_games, tmp_path, mo
     assert len(tasks) == count
     for number, task in enumerate(tasks):
         assert task.id.split("/")[1].startswith(TASK_TYPES[task.kind])
-        wander = (15, 40, 0)[number % 3]
+        wander = (0, 40, 15)[number % 3]
         assert play_both(both, task, generator, wander) or wander
 
 

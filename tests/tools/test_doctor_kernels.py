@@ -1,6 +1,8 @@
 """`paw doctor --kernels`: what it checks and times, a case that dies, and where "auto" finds the
 times."""
 
+import importlib
+import importlib.util
 import json
 import multiprocessing
 from functools import partial
@@ -9,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import triton_interpreted  # noqa: F401  # the children are forks of this process
 from forked import CONTEXT
 
 from paw.tools.doctor import kernels
 from paw.tools.doctor.kernels import Answer, Case
 from paw_kernels import _measured, best_backend
+
+if importlib.util.find_spec("triton"):
+    importlib.import_module("triton_interpreted")  # the children are forks of this process
 
 CPU = torch.device("cpu")
 
