@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paw.rundir.record import code_commit
+from paw.tools.report.rundir import Run
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 
@@ -70,6 +73,23 @@ def commit(*measured: str) -> str:
     if not last_commit:
         return "unknown"
     return f"{last_commit}-dirty" if git("status", "--porcelain") else last_commit
+
+
+def evaluations_during(run: Run, seed: int) -> list[dict[str, Any]]:
+    """Columns with the success, the 95 % interval and the number of games of each evaluation."""
+    records = []
+    updates, _ = run.series("eval/success")
+    for update in updates:
+        record: dict[str, Any] = {"seed": seed, "update": update}
+        for metric in ("success", "ci_low", "ci_high", "games"):
+            record[metric] = round(run.at(f"eval/{metric}", update) or 0.0, 4)
+        records.append(record)
+    return records
+
+
+def machine_columns() -> dict[str, str]:
+    """Columns with the processor, Python's version and the commit of paw/."""
+    return {"device": cpu_name(), "python": platform.python_version(), "commit": code_commit()}
 
 
 def cpu_name() -> str:

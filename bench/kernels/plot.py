@@ -236,17 +236,12 @@ def time(measured: Records, predicted: Records) -> Figure:
                 continue
             x_values = [int(record["T"]) for record in timed_records]
             y_values = [1e3 * float(record["ms"]) / int(record["T"]) for record in timed_records]
-            colour = OURS if implementation == our_backend else COLOURS[implementation]
-            line(
-                axes,
-                x_values,
-                y_values,
-                colour,
-                predicted=records is predicted,
-                strong=implementation == our_backend,
-            )
+            is_ours = implementation == our_backend
+            colour = OURS if is_ours else COLOURS[implementation]
+            is_predicted = records is predicted
+            line(axes, x_values, y_values, colour, predicted=is_predicted, strong=is_ours)
             values += y_values
-            if records is predicted and implementation == our_backend:
+            if is_predicted and is_ours:
                 cautious = [
                     1e3 * float(record["ms_cautious"]) / int(record["T"])
                     for record in timed_records
@@ -254,7 +249,7 @@ def time(measured: Records, predicted: Records) -> Figure:
                 axes.fill_between(x_values, y_values, cautious, color=OURS, alpha=0.12, linewidth=0)
             if records is (measured or predicted):
                 label = implementation
-                if implementation == our_backend:
+                if is_ours:
                     label += f", f = {float(live_share):g}"
                 curve_ends.append(End(x_values[-1], y_values[-1], label, colour))
 
@@ -280,15 +275,10 @@ def memory(measured: Records, predicted: Records) -> Figure:
                 continue
             x_values = [int(record["T"]) for record in counted]
             y_values = [float(record["peak_mib"]) / 1024 for record in counted]
-            colour = OURS if implementation == our_backend else COLOURS[implementation]
-            line(
-                axes,
-                x_values,
-                y_values,
-                colour,
-                predicted=records is predicted,
-                strong=implementation == our_backend,
-            )
+            is_ours = implementation == our_backend
+            colour = OURS if is_ours else COLOURS[implementation]
+            is_predicted = records is predicted
+            line(axes, x_values, y_values, colour, predicted=is_predicted, strong=is_ours)
             values += y_values
             if records is (measured or predicted):
                 curve_ends.append(End(x_values[-1], y_values[-1], implementation, colour))

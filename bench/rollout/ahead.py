@@ -27,14 +27,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.common import RESULTS, ROOT, cpu_name, flags, paw, write
+from bench.common import RESULTS, ROOT, cpu_name, evaluations_during, flags, paw, write
 from paw import run as runs
 from paw import train
 from paw.config.recipe import load
 from paw.rollouts.base import RolloutResult
 from paw.rollouts.engines.servers import Servers, vllm_command
 from paw.rollouts.scheduler import Rollouts
-from paw.tools.report.rundir import Run, load_run
+from paw.tools.report.rundir import load_run
 
 FILL = 2
 """Number of updates in which the pipeline fills."""
@@ -168,27 +168,18 @@ def learn(seeds: list[int]) -> None:
                 "model.path": start_model,
             }
             train(load("quickstart-long", overrides))
-        of_seed = evaluations(seed, load_run(folder))
+        run = load_run(folder)
+        versions = {
+            "torch": run.info["torch"],
+            "device": run.info["device"],
+            "head": run.info["backend"],
+        }
+        of_seed = [record | versions for record in evaluations_during(run, seed)]
         success_before = of_seed[0]["success"]
         success_after = of_seed[-1]["success"]
         print(f"seed {seed}: {success_before:.1%} -> {success_after:.1%}", flush=True)
         records += of_seed
     write(RESULTS / "ahead_learning.csv", records)
-
-
-def evaluations(seed: int, run: Run) -> list[dict[str, Any]]:
-    """A row for each evaluation of a run."""
-    records = []
-    updates, _ = run.series("eval/success")
-    for update in updates:
-        record: dict[str, Any] = {"seed": seed, "update": update}
-        for metric in ("success", "ci_low", "ci_high", "games"):
-            record[metric] = round(run.at(f"eval/{metric}", update) or 0.0, 4)
-        record["torch"] = run.info["torch"]
-        record["device"] = run.info["device"]
-        record["head"] = run.info["backend"]
-        records.append(record)
-    return records
 
 
 if __name__ == "__main__":

@@ -21,13 +21,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.common import RESULTS, cpu_name, write
+from bench.common import RESULTS, machine_columns, write
 from bench.rollout.simulation import make_chat
 from paw.config.sections import Config, EnvConfig, ModelConfig, RolloutConfig
 from paw.envs.base import Endless
 from paw.rollouts.engines.base import Completion, Engine
 from paw.rollouts.scheduler import Rollouts
-from paw.rundir.record import code_commit
 from paw.types import Outcome, Task
 
 WORDS = 1000
@@ -180,11 +179,7 @@ def main() -> None:
     for repeat in range(options.repeats):
         for case in CASES:
             record = {"repeat": repeat, **measure(*case), "load": round(os.getloadavg()[0], 1)}
-            record |= {
-                "device": cpu_name(),
-                "python": sys.version.split()[0],
-                "commit": code_commit(),
-            }
+            record |= machine_columns()
             print(record, flush=True)
             records.append(record)
     write(RESULTS / "environments_cpu.csv", records)

@@ -19,13 +19,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.common import RESULTS, cpu_name, write
+from bench.common import RESULTS, machine_columns, write
 from paw.distributed.ranks import Ranks
 from paw.io.files import raise_file_limit
 from paw.io.http import MAX_FILES
 from paw.rollouts.engines.base import Completion, Request
 from paw.rollouts.engines.pool import ServerPool
-from paw.rundir.record import code_commit
 
 PROMPT_TOKENS = 1000
 RESPONSE_TOKENS = 150
@@ -175,11 +174,7 @@ def main() -> None:
                 **measure(concurrent, request_count, pause_s),
                 "pause_s": pause_s,
             }
-            record |= {
-                "device": cpu_name(),
-                "python": sys.version.split()[0],
-                "commit": code_commit(),
-            }
+            record |= machine_columns()
             print(record, flush=True)
             records.append(record)
     write(RESULTS / "server_client_cpu.csv", records)

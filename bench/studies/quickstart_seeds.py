@@ -23,7 +23,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import PercentFormatter
 
-from bench.common import RESULTS, ROOT, evaluate, flags, paw, write
+from bench.common import RESULTS, ROOT, evaluate, evaluations_during, flags, paw, write
 from paw.errors import UserError, to_stderr
 from paw.tools.report.plots import PALETTE, styled
 from paw.tools.report.rundir import Run, load_run
@@ -52,7 +52,7 @@ def main() -> None:
         if not (folder / "report.html").exists():
             train(options.recipe, seed, folder)
         run = load_run(folder)
-        of_seed = evaluations(seed, run)
+        of_seed = [record | versions(run) for record in evaluations_during(run, seed)]
         records += of_seed
         records_t04 += evaluations_t04(seed, run, folder)
 
@@ -75,18 +75,6 @@ def train(recipe: str, seed: int, folder: Path) -> None:
         "warmup.seed": seed,
     }
     paw("train", recipe, "--gpus", 2, *flags(settings))
-
-
-def evaluations(seed: int, run: Run) -> list[dict[str, Any]]:
-    """A row for each evaluation during the run."""
-    records = []
-    updates, _ = run.series("eval/success")
-    for update in updates:
-        record: dict[str, Any] = {"seed": seed, "update": update}
-        for metric in ("success", "ci_low", "ci_high", "games"):
-            record[metric] = round(run.at(f"eval/{metric}", update) or 0.0, 4)
-        records.append(record | versions(run))
-    return records
 
 
 def evaluations_t04(seed: int, run: Run, folder: Path) -> list[dict[str, Any]]:
