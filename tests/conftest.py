@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-# Looking for garbage among the objects that imports make takes a fifth of the time of collecting the tests.
+# Imports make many objects, none of them garbage. Looking through them would take a fifth of the
+# time in which the tests are collected.
 gc.disable()
 # Before torch is loaded: on a busy machine OpenMP threads that spin for their turn make a test 80
 # times slower.
@@ -219,7 +220,8 @@ def vllm_here() -> Iterator[Any]:
             importlib.import_module("vllm.v1.sample.ops.logprobs")
         patch.setattr("vllm.platforms.cpu.GiB_bytes", 1 << 28)
 
-        # Each engine looks for garbage seven times, half a second each among all that is imported.
+        # Each engine looks for garbage seven times, and would go through everything imported, which
+        # takes half a second each time.
         for module in ("vllm.entrypoints.llm", "vllm.v1.worker.gpu_model_runner"):
             importlib.import_module(module)
         gc.freeze()

@@ -260,7 +260,7 @@ def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_tra
         assert difference.norm() < 1e-4 * expected.norm()
 
 
-def play(setup, *, reference=False, environments=32, max_turns=8):
+def play(setup, *, reference=False, environments=32, max_turns=12):
     """(groups, statistics, engine steps) of episodes whose responses are a fifth as long as the
     benchmark's."""
     model, engine = setup
@@ -284,7 +284,7 @@ def test_the_same_episodes_in_half_the_engine_steps(setup):
     groups, stats, steps = play(setup)
     groups_in_lock_step, stats_in_lock_step, steps_in_lock_step = play(setup, reference=True)
     differences = bench.difference(groups, groups_in_lock_step)
-    assert differences["same_turns"] == len(bench.turns_of(groups)) > 150
+    assert differences["same_turns"] == len(bench.turns_of(groups)) > 250
     assert differences["logp_difference"] < bench.ROUNDING
     assert stats_in_lock_step == stats
     assert steps_in_lock_step >= 2 * steps

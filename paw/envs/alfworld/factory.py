@@ -148,7 +148,8 @@ class AlfworldFactory(EnvFactory):
         """Return (id, kind) of the split's games of env.kinds."""
         assert self._root is not None
         all_games = index.load_split(self._root, split).games
-        games = [game for game in all_games if game[1] in self.config.kinds]
+        kinds: frozenset[str] = frozenset(self.config.kinds)
+        games = [(task_id, kind) for task_id, kind in all_games if kind in kinds]
         if not games:
             raise UserError(
                 f"{self._root / split} holds no game of env.kinds = {self.config.kinds}; "
